@@ -96,19 +96,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_rows(items: list[pytest.Item], is_whole: bool) -> None:
-    """Mark as ``matrix`` what ``default_rows`` does not name; of whole files, a name without a row is a
-    mistake."""
+    """Mark as ``matrix`` what ``default_rows`` does not name, and as ``long`` what ``long_rows`` names; of whole files,
+    a name without a row is a mistake."""
     unused: dict[str, set[str]] = {}
     for item in items:
-        if (mark := item.get_closest_marker("default_rows")) is None:
-            continue
-        assert isinstance(item, pytest.Function)
-        named = {row for row in mark.args if fnmatchcase(item.callspec.id, row)}
-        unused.setdefault(item.nodeid.partition("[")[0], set(mark.args)).difference_update(named)
-        if not named:
-            item.add_marker(pytest.mark.matrix)
+        for mark, tier, is_of_named in (("default_rows", "matrix", False), ("long_rows", "long", True)):
+            patterns = {pattern for marker in item.iter_markers(mark) for pattern in marker.args}
+            if not patterns:
+                continue
+            assert isinstance(item, pytest.Function)
+            named = {pattern for pattern in patterns if fnmatchcase(item.callspec.id, pattern)}
+            unused.setdefault(f"{mark} of {item.nodeid.partition('[')[0]}", set(patterns)).difference_update(named)
+            if bool(named) == is_of_named:
+                item.add_marker(tier)
     if is_whole and (wrong := {test: sorted(rows) for test, rows in unused.items() if rows}):
-        raise pytest.UsageError(f"default_rows names rows that the test does not have: {wrong}")
+        raise pytest.UsageError(f"rows that a test does not have: {wrong}")
 
 
 def _place(item: pytest.Item) -> tuple[bool, bool]:

@@ -95,6 +95,7 @@ def test_what_was_measured_is_kept_and_what_there_is_no_time_for_is_left_to_the_
     assert "for the next call: slow\n" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_stage_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys, time, pathlib; pathlib.Path(sys.argv[2]).write_text('{\"steps\": 3}'); time.sleep(60)"
     started = subprocess.Popen

@@ -120,6 +120,7 @@ def test_mistakes_name_their_key() -> None:
         roll.load_config({**SFT, "sft_train": {"data_args": {"file_name": [object()]}}})
 
 
+@pytest.mark.long
 def test_a_check_has_the_report_of_the_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def test_agents_close_their_verifier(agent: str, config: dict[str, Any], monkeyp
     assert len(closed) == 1
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_the_sandbox_as_a_tool() -> None:
     """No files of this machine, no network."""
@@ -394,6 +395,7 @@ def test_programs_may_end_after_every_episode(template: ChatTemplate, monkeypatc
     assert all(str(episode.error).endswith("made no model call") for episode in episodes)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_dismissed_program_takes_no_episode(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even by a request that it had made before."""

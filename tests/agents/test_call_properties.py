@@ -80,6 +80,7 @@ def rendered(family: Family, calls: list[ToolCall]) -> str:
     return text
 
 
+@pytest.mark.long_rows("deepseekv3", "glm4moe", "gptoss", "qwen3_5_think")
 @pytest.mark.skipif(not FAMILIES, reason="trl, which packages published chat templates, is not installed")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.matrix] if name in SAME else []) for name in sorted(FAMILIES)]

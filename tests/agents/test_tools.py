@@ -120,6 +120,7 @@ def http_server() -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.long_rows("stdio")
 @pytest.mark.parametrize("way", ["stdio", "http"])
 @pytest.mark.asyncio
 async def test_mcp_server(way: str, http_server: str) -> None:
@@ -137,6 +138,7 @@ async def test_mcp_server(way: str, http_server: str) -> None:
     await server.close()
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_mcp_servers_that_cannot_be_used(http_server: str) -> None:
     sleeping = McpServer([sys.executable, "-c", "import time; time.sleep(60)"], start_timeout=1.0)
@@ -172,6 +174,7 @@ async def test_a_start_that_nobody_waits_for_any_more_is_given_up() -> None:
     assert server.ended
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_servers_are_started_once_where_another_cannot_be() -> None:
     before = set(_children())

@@ -141,6 +141,7 @@ def test_samples_come_from_the_weights_that_were_sent(workers: Callable[..., rol
         asyncio.run(loop(started))
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_an_error_of_the_loop_ends_the_workers(workers: Callable[..., roll.Workers]) -> None:
     with pytest.raises(ZeroDivisionError) as caught, workers(rlvr_settings, {}) as started:

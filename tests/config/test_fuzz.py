@@ -136,6 +136,7 @@ def checked(file: Path, words: list[str]) -> None:
     render_plan(loaded, Console(file=io.StringIO()))
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("0")
 @pytest.mark.parametrize("seed", range(6))
 def test_no_traceback_and_no_wait(seed: int, tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ def hub() -> Iterator[str]:
     server.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "message"),
     [

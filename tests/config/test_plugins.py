@@ -46,6 +46,7 @@ NAMES = {
 }
 
 
+@pytest.mark.long
 def test_names_of_a_package_are_names_of_the_configuration(site: Path, tmp_path: Path) -> None:
     write_rows(tmp_path)
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(changed(NAMES)))
@@ -66,6 +67,7 @@ def test_names_of_a_package_are_names_of_the_configuration(site: Path, tmp_path:
     assert "right_sun" in done.stderr and "right_sum" in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_without_the_package_they_are_unknown(tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(changed({"estimator": "centred"})))
     done = roll(tmp_path, tmp_path, "check", "good.yaml", "--skip-files")

@@ -27,6 +27,7 @@ def test_page_is_up_to_date() -> None:
     assert (DOCS / "configuration-reference.md").read_text(encoding="utf-8") == page.stdout
 
 
+@pytest.mark.long
 def test_page_of_the_commands_is_up_to_date() -> None:
     """Write it again with ``python docs/site/commands.py > docs/commands.md``."""
     page = subprocess.run([sys.executable, DOCS / "site/commands.py"], capture_output=True, text=True, check=True)

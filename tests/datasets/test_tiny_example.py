@@ -35,6 +35,7 @@ def calculations(path: Path) -> set[str]:
     }
 
 
+@pytest.mark.long
 def test_solutions_are_right_and_one_demonstration_in_three_is(artifacts: Any) -> None:
     """Validation asks for calculations never seen in training."""
     rows, demonstrations = read(artifacts.train_file), read(artifacts.demonstrations_file)
@@ -100,6 +101,7 @@ def test_models_load_and_differ_by_seed_alone(artifacts: Any, tiny: Modules) -> 
     assert zero.generation_config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
+@pytest.mark.long
 def test_what_is_there_is_kept_and_what_is_not_is_made(artifacts: Any, tiny: Modules) -> None:
     def times() -> dict[str, int]:
         return {str(p): p.stat().st_mtime_ns for p in sorted(artifacts.folder.rglob("*")) if p.is_file()}

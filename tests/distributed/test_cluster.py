@@ -56,6 +56,7 @@ def test_every_worker_knows_its_place(make_cluster):
     assert [d["devices"] for d in without.call_all(BasicWorker.describe).result()] == [(), ()]
 
 
+@pytest.mark.long
 def test_environment_of_workers(pair):
     for rank, described in enumerate(pair.call_all(BasicWorker.describe).result()):
         wanted = {
@@ -73,6 +74,7 @@ def test_environment_of_workers(pair):
         assert wanted.items() <= described["environment"].items()
 
 
+@pytest.mark.long
 def test_a_rank_that_died_is_left_out_and_comes_back_as_a_new_process(make_cluster):
     cluster = make_cluster("IndependentWorker", devices=[2, 0, 1])
     cluster.call_all(IndependentWorker.initialize).result()
@@ -101,6 +103,7 @@ def test_a_rank_that_died_is_left_out_and_comes_back_as_a_new_process(make_clust
     assert cluster.call_all(IndependentWorker.state).result() == [(0, True), (1, True), (2, True)]
 
 
+@pytest.mark.long
 def test_a_process_that_could_not_be_initialised_makes_room_for_the_next(make_cluster, tmp_path):
     """It may hold the memory of the device, with all that it has started."""
     cluster = make_cluster("BrokenAtRestart", devices=[0], settings=Note(str(tmp_path / "processes")))
@@ -122,6 +125,7 @@ def test_wrong_device_lists(make_cluster, devices, size):
         make_cluster("BasicWorker", name="actor", devices=devices, num_gpus_per_worker=size)
 
 
+@pytest.mark.long
 def test_a_call_may_be_made_while_the_workers_start(make_cluster):
     cluster = make_cluster("BasicWorker", name="threads", devices=[0], max_concurrency=4)
     results = cluster.call_once_built(BasicWorker.echo, "x")
@@ -151,6 +155,7 @@ def test_non_blocking_calls_and_references(pair):
     assert pair.submit(1, BasicWorker.unregistered, first.refs[0]).result() == 6
 
 
+@pytest.mark.long
 def test_wait_any_returns_what_is_done(make_cluster):
     slow = make_cluster("BasicWorker", name="slow", devices=[0])
     quick = make_cluster("BasicWorker", name="quick", devices=[0])
@@ -181,6 +186,7 @@ def test_calls_are_awaited_many_at_a_time_without_threads(pair):
     assert asyncio.run(awaited([calls[0], both])) == [0, both.result()], "once more, and when it is answered"
 
 
+@pytest.mark.long
 def test_an_awaited_call_fails_as_a_blocking_one(make_cluster):
     failing = make_cluster("BasicWorker", name="failing", devices=[0, 1])
     dying = make_cluster("BasicWorker", name="dying", devices=[0])
@@ -200,6 +206,7 @@ def test_an_awaited_call_fails_as_a_blocking_one(make_cluster):
         failing.call_all(BasicWorker.nap, 30).result()
 
 
+@pytest.mark.long
 def test_coroutines_go_on_while_the_driver_waits_for_a_result(pair):
     driver, seen = DriverLoop(), []
 
@@ -236,6 +243,7 @@ def test_calls_that_the_ranks_do_not_know(pair):
         pair.call_all(BasicWorker.who)
 
 
+@pytest.mark.long
 def test_settings_of_another_kind(make_cluster):
     cluster = make_cluster("BasicWorker", name="scorer", settings=WorkerConfig())
     with pytest.raises(
@@ -244,6 +252,7 @@ def test_settings_of_another_kind(make_cluster):
         cluster.wait_ready()
 
 
+@pytest.mark.long
 def test_class_instead_of_path(resources):
     class Local(BasicWorker):
         def unregistered(self, value: int) -> int:
@@ -257,6 +266,7 @@ def test_class_instead_of_path(resources):
     assert have_ended(pids)
 
 
+@pytest.mark.long
 def test_a_process(make_cluster, worker_logs):
     """Its log, its memory, and garbage, which is collected again after the first call."""
     cluster = make_cluster("BasicWorker", name="chatty", devices=[0])
@@ -299,6 +309,7 @@ def test_exception_while_others_wait_in_a_collective(make_cluster):
     assert len(message.splitlines()) < 30
 
 
+@pytest.mark.long
 def test_all_reduce_and_a_hang_that_names_ranks_and_shows_where_they_stand(make_cluster, worker_logs):
     cluster = make_cluster("CollectiveWorker", name="sums", devices=[0, 1])
     for _ in range(2):  # a second time does nothing
@@ -317,6 +328,7 @@ def test_all_reduce_and_a_hang_that_names_ranks_and_shows_where_they_stand(make_
     assert "in all_reduce" in message.split("rank 1 (pid")[0]
 
 
+@pytest.mark.long
 def test_a_process_that_cannot_start_is_explained_by_what_it_wrote(make_cluster, monkeypatch):
     monkeypatch.setattr("roll.distributed.cluster._START_SECONDS", 8.0)
     cluster = make_cluster("BasicWorker", system_envs={"PYTHONHOME": "/nowhere"})
@@ -324,6 +336,7 @@ def test_a_process_that_cannot_start_is_explained_by_what_it_wrote(make_cluster,
         cluster.wait_ready()
 
 
+@pytest.mark.long
 def test_unknown_worker_class(make_cluster):
     with pytest.raises(WorkerFailed, match="must be the dotted path of a subclass"):
         make_cluster("time").wait_ready()
@@ -352,6 +365,7 @@ def grid(resources):
     made.shutdown(graceful=False)
 
 
+@pytest.mark.long_rows("1")
 @pytest.mark.parametrize("rows", [1, 2, 6, 7])
 def test_result_and_metrics_do_not_depend_on_ranks(grid, rows):
     """Padding weighs nothing."""
@@ -384,6 +398,7 @@ def test_padding_rows_keep_attention_and_lose_other_masks():
     assert _batch(4).batch["response_mask"].any(), "the batch itself is unchanged"
 
 
+@pytest.mark.long
 def test_joining_other_results():
     assert joined([None, None], 4, 0) is None
     assert joined(["a", "b"], 4, 0) == ["a", "b"]

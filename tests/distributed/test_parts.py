@@ -173,6 +173,7 @@ def held_up(*kinds: str, stops: bool = False) -> float:
     return float(answers[0])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts it")
 def test_what_keeps_a_process_from_working_counts() -> None:
     """Being stopped, and waiting for the only processor; sleeping does not."""

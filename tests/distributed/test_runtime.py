@@ -50,6 +50,7 @@ def _wait_for_file(path: Path, seconds: float = 180) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("kill-9")
 @pytest.mark.e2e
 @pytest.mark.parametrize(

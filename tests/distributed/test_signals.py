@@ -85,6 +85,7 @@ print("to its end")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "status", "output"),
     [("", 129, "SIGHUP again: ended at once"), ("trap '' HUP; ", 0, "to its end")],
@@ -114,6 +115,7 @@ async def until_cancelled(ends: list[str], number: signal.Signals | None = None)
         raise
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by_a_coroutine", [False, True])
 def test_a_driver_that_waits_is_interrupted_and_leaves_nothing_pending(
     ending: EndingSignals, by_a_coroutine: bool, caplog: pytest.LogCaptureFixture

@@ -123,6 +123,7 @@ def test_a_trial_that_hangs(faulty: Any) -> None:
     assert not is_alive(hung.words[0]["pid"])
 
 
+@pytest.mark.long
 def test_trials_that_crash_fail_and_leave_a_process(faulty: Any) -> None:
     """Which holds a trial's output open for ten minutes, and is not waited for."""
     began = time.monotonic()

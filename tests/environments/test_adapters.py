@@ -327,6 +327,7 @@ def test_textarena(monkeypatch: pytest.MonkeyPatch) -> None:
         begun(make_environment("textarena:Draw-v0"), 1)
 
 
+@pytest.mark.long
 def test_reasoning_gym() -> None:
     pytest.importorskip("reasoning_gym", reason="package reasoning-gym is not installed")
     name = "reasoning_gym:leg_counting"

@@ -136,6 +136,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
+@pytest.mark.long_rows("overrides")
 @pytest.mark.parametrize(
     ("overrides", "folder", "said"),
     [

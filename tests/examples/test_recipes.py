@@ -56,6 +56,7 @@ def test_every_recipe_loads_and_plans_into_a_folder_of_its_own() -> None:
     assert mistakes == []
 
 
+@pytest.mark.long
 def test_every_recipe_is_valid_under_the_schema() -> None:
     mistakes = []
     for name in NAMES:

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.compose import parse_launcher_args
 from tests.support.recipes import EXAMPLES
@@ -30,6 +32,7 @@ def launched(recorder: Path, script: Path, *overrides: str) -> LoadedConfig[Any]
     return load_config(None, found.config_path, found.config_name, found.overrides, check_files=False)
 
 
+@pytest.mark.long
 def test_a_script_is_the_quickstart_with_its_override_and_a_folder_of_its_own(recorder: Path) -> None:
     written = {script: shlex.split(words) for script, words in ROW.findall((FOLDER / "README.md").read_text("utf-8"))}
     assert sorted(written) == sorted(str(file.relative_to(FOLDER)) for file in FOLDER.rglob("*.sh"))

@@ -176,6 +176,7 @@ def altered(
     return path
 
 
+@pytest.mark.long
 def test_what_transformers_cannot_read_is_refused(
     trained: dict[str, Any], tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

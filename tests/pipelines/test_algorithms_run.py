@@ -7,7 +7,7 @@ import pytest
 from tests.pipelines.conftest import Run
 from tests.support.tiny_runs import role, training_args
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 CRITIC = role("fsdp2_train", [1], training_args=training_args(8, 2, 1e-2))
 

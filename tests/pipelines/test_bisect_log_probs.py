@@ -13,6 +13,7 @@ from roll.replay import prompts_of
 from tests.support.tiny_runs import load_changed, rlvr_settings
 
 
+@pytest.mark.long
 def test_equal_log_probs_and_rounding(world, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(rlvr_settings(world, tmp_path / "output")))
@@ -30,6 +31,7 @@ def found_by(pair: Pair, loaded: Any) -> Any:
     return parting(*pair.traces(samples, chosen, prompts, 2, 12))
 
 
+@pytest.mark.long_rows("model.layers.1.*")
 @pytest.mark.parametrize(
     ("operation", "name"),
     [

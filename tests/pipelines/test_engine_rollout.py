@@ -79,6 +79,7 @@ def exchanged(cluster: TokenEngines, version: int) -> Metrics:
     return {"version": Mean(cluster.exchange(version))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_steps_have_the_prompts_in_their_order_and_a_resumed_run_goes_on(ratio: float) -> None:
     cluster, found = TokenEngines(2, random.Random(0)), list[str]()

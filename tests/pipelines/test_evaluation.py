@@ -118,6 +118,7 @@ def test_thresholds_are_of_one_model_or_of_all() -> None:
     assert list(missed({"val_correct/all/mean": 0.0}, {"a": {"val_correct/all/mean": float("nan")}}))
 
 
+@pytest.mark.long
 def test_samples_are_taken_up_by_whole_prompts(tmp_path: Path) -> None:
     settings = {"seed": 1}
     file = SampleFile(tmp_path, settings, resume=True)

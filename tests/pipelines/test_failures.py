@@ -214,6 +214,7 @@ def test_a_run_ends_when_its_engine_holds_other_weights(run: Run) -> None:
     assert "engine 0 holds other values than the trainer sent in 1 of" in message
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("DyingEngine")
 @pytest.mark.parametrize(
     "engine", ["DyingEngine", "StoppedEngine", "FailingEngine", "EngineStoppedInUpdate", "EngineDyingAtWake"]

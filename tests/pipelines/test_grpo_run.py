@@ -15,7 +15,7 @@ from roll.report.run_files import REPORT_NAME, read_run
 from tests.pipelines.conftest import Run
 from tests.support.tiny_runs import GRPO_STEPS, HERE, SECRET
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 EXPECTED = {
     "system": "global_step samples tokens tps actor_infer/response/tps_dp",

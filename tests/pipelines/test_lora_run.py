@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.pipelines.conftest import Run
 from tests.support.tiny_runs import FinishedRun, TinyWorld, training_args
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 MODEL_ARGS = {
     "dtype": "fp32",

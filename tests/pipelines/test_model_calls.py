@@ -21,6 +21,7 @@ from roll.protocol.metrics import Mean
 from roll.workers.model import ModelWorker, TrainWorker
 
 
+@pytest.mark.long
 @given(dp_size=st.integers(1, 4), num_mini=st.integers(1, 3), rows=st.integers(1, 5), data=st.data())
 def test_mini_batches_hold_the_same_rows_for_any_rank_count(
     dp_size: int, num_mini: int, rows: int, data: st.DataObject

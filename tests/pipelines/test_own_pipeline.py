@@ -43,6 +43,8 @@ from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import Output, TensorBatch
 from tests.support.tiny_runs import FinishedRun, TinyWorld, let_go_of_process, role, training_args
 
+pytestmark = pytest.mark.long
+
 HERE = "tests.pipelines.test_own_pipeline"
 
 

@@ -88,6 +88,7 @@ def test_experts_are_rounded_and_their_gates_are_not(tmp_path: Path, family: str
     assert not any(name.endswith("gate.weight") for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_engines_generate_with_the_rounded_weights(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     changes = {"max_steps": 1, "weight_sync": {"quantization": "fp8"}, "dump_batches": 1}

@@ -9,7 +9,7 @@ import pytest
 from tests.pipelines.conftest import Run
 from tests.support.tiny_runs import HERE, FinishedRun, role, training_args
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def domain(reward: str, tag: str, **settings: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ with sole_writer(Path(sys.argv[1]), Path("run.yaml")):
 """
 
 
+@pytest.mark.long
 def test_a_folder_has_one_run_and_a_killed_one_leaves_it(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"

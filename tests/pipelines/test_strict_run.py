@@ -10,6 +10,8 @@ import pytest
 from roll.pipelines.strict import CERTIFICATE, LogProbsDiffer
 from tests.support.tiny_runs import FinishedRun, training_args
 
+pytestmark = pytest.mark.long
+
 STRICT = {"strict_on_policy": True}
 TWO_RANKS = {"actor_train.device_mapping": [0, 1], "actor_train.training_args": training_args(4, 2)}
 BF16 = {"actor_train.model_args.dtype": "bf16", "actor_infer.model_args.dtype": "bf16"}

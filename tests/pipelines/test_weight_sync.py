@@ -105,6 +105,7 @@ def test_an_engine_that_fails_is_named(senders: Any, engines: Cluster, weights: 
         engines.submit(rank, GenerationWorker.finish_weight_update).result()
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_is_named_and_left_out(senders: Any, engines: Cluster, weights: dict[str, Any]) -> None:
     """Over a connection with two ends, where the others fail with it."""
     with pytest.raises(WeightSyncError, match="weight update 3: engine 1 died in 'update_weights'") as failure:

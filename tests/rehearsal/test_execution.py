@@ -177,6 +177,7 @@ def test_states_that_are_offloaded_are_in_host_memory(tmp_path: Path, run: Any) 
     assert offloaded.works["train"].peak[Kind.ACTIVATIONS] > 0
 
 
+@pytest.mark.long
 def test_moments_in_host_memory_are_all_that_leaves_the_device(tmp_path: Path, run: Any) -> None:
     task = task_of(tmp_path, forward_rows=0, sends=False, rows_per_update=1, updates=1)
     strategy = StrategyArguments("fsdp2_train", {"optimizer_cpu_offload": True})
@@ -186,6 +187,7 @@ def test_moments_in_host_memory_are_all_that_leaves_the_device(tmp_path: Path, r
     assert 0.99 * moments <= on_host.host <= moments and on_host.works["train"].peak[Kind.OPTIMIZER] == 0
 
 
+@pytest.mark.long
 def test_moments_in_eight_bits_are_counted_with_their_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "MIN_8BIT_SIZE", 256)  # of this model's shards
     task = task_of(tmp_path, forward_rows=0, sends=False, rows_per_update=1, updates=1)
@@ -205,6 +207,7 @@ def test_a_model_that_is_not_known_is_asked_for(capsys: pytest.CaptureFixture[st
 KEY = "reshard_after_forward"
 
 
+@pytest.mark.long_rows("True")
 @pytest.mark.parametrize("freed", [True, False])
 def test_what_stays_gathered_is_gathered_once_a_step(tmp_path: Path, freed: bool) -> None:
     """Two updates of four micro-batches, each with a forward and a backward pass."""

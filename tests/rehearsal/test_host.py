@@ -30,6 +30,7 @@ from tests.rehearsal.test_execution import CONFIG, task_of
 MIB = 2**20
 
 
+@pytest.mark.long
 def test_malloc_keeps_what_lies_below_a_block_that_is_not_freed() -> None:
     # In a process whose heap has no gaps yet.
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
@@ -71,6 +72,7 @@ def test_places_are_inside_their_dimension() -> None:
     assert kernel is not None and Clock()(kernel)[0] > 0
 
 
+@pytest.mark.long
 def test_a_later_step_finds_the_memory_of_the_first(tmp_path: Path) -> None:
     """On a host the second step is what is counted: its moments are there, and nothing is counted twice."""
     task = replace(task_of(tmp_path, forward_rows=0, sends=False), world_size=1, dp_size=1, on_cpu=True)
@@ -101,6 +103,7 @@ def test_a_whole_recipe_counts_every_process_and_takes_time(tmp_path: Path) -> N
     assert ("run", "driver and Ray") in use.peak.parts
 
 
+@pytest.mark.long
 def test_more_tokens_and_more_layers_take_longer_to_generate(tmp_path: Path) -> None:
     plan = load_config(None, "tiny/rlvr_config", None, (), check_files=False).plan
     wide = CONFIG | {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}

@@ -31,6 +31,7 @@ def causes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_the_right_cause_is_named_first_and_nothing_in_healthy_runs(causes: dict[str, list[str]]) -> None:
     kept, healthy = ([case for case in cases if case.name in causes] for cases in (PATHOLOGIES, HEALTHY))
     assert len(kept) >= 20 and len(healthy) >= 10

@@ -76,6 +76,7 @@ def test_long_repetitions_take_linear_time(math_rule: RewardFunction, piece: str
     assert time.process_time() - began < 5
 
 
+@pytest.mark.long
 @given(
     st.lists(st.sampled_from([*PIECES, "x^2", "\\frac{1}{2}", "B", "é", "\ud800", "\x00"]), max_size=30).map("".join)
 )

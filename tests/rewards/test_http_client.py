@@ -25,6 +25,7 @@ def ask(answer: Any, bodies: list[Any] | None = None, **settings: Any) -> tuple[
             client.close()
 
 
+@pytest.mark.long
 def test_replies_come_in_the_order_of_the_requests() -> None:
     bodies = [{"q": number} for number in range(40)]
     replies, service = ask(lambda number, body: Answer({"echo": body["q"]}), bodies, concurrency=8)
@@ -85,6 +86,7 @@ def test_a_service_that_is_not_there() -> None:
     assert "ConnectError" in reply.error
 
 
+@pytest.mark.long
 def test_a_try_that_takes_too_long_is_a_timeout_and_the_next_may_do() -> None:
     (reply,), _ = ask(in_turn(Answer(stall=True), GOOD), request_timeout=1.0)
     assert reply == Reply({"score": 1}, tries=2)
@@ -94,6 +96,7 @@ def test_a_try_that_takes_too_long_is_a_timeout_and_the_next_may_do() -> None:
     assert "(2 tries)" in reply.error
 
 
+@pytest.mark.long
 def test_a_request_has_a_deadline_over_all_tries() -> None:
     (reply,), _ = ask(in_turn(Answer({}, 500), Answer(stall=True)), timeout=1.5)
     assert reply.error is not None
@@ -146,6 +149,7 @@ def compressed_bomb() -> bytes:
     return b"".join([*pieces, packer.compress(b"}"), packer.flush()])
 
 
+@pytest.mark.long
 def test_answers_are_bounded_before_they_are_held() -> None:
     bomb = Answer(raw=compressed_bomb(), headers={"Content-Encoding": "gzip"})
     long = Answer(raw=b'{"a": "' + b"x" * (MAX_REPLY + 1) + b'"}')

@@ -101,6 +101,7 @@ def test_failures_are_errors_and_never_zero(answer: Answer, words: str) -> None:
     assert all(words in (result.error or "") for result in results)
 
 
+@pytest.mark.long
 def test_one_batch_fails_alone_and_a_stall_is_a_timeout() -> None:
     def answer(number: int, body: Any) -> Answer:
         stalls = body["samples"][0]["prompt"] == "p2"

@@ -44,6 +44,7 @@ HOSTILE: list[str] = [
 """Answers that a naive evaluation does not survive."""
 
 
+@pytest.mark.long
 def test_hostile_answers_are_wrong_at_once_and_keep_the_helper(rule: RewardFunction) -> None:
     verdict(rule, "\\boxed{x^2}", "x*x")
     helper = rule._verifier._process  # type: ignore[attr-defined]
@@ -69,6 +70,7 @@ def test_hostile_answers_are_wrong_at_once_and_keep_the_helper(rule: RewardFunct
     assert verdict(rule, "\\boxed{\\sqrt{8}}", "2\\sqrt{2}").score == 1.0
 
 
+@pytest.mark.long
 def test_an_answer_that_takes_all_cpu_time_is_wrong() -> None:
     verifier = MathVerifier(timeout=60)
     assert verifier.equivalent("x^2", "x*x").equal is True
@@ -90,6 +92,7 @@ def cpu_seconds(process_id: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])  # deaf to everything else, or dead
 def test_a_helper_that_does_not_answer_is_killed_and_replaced(number: signal.Signals) -> None:
     verifier = MathVerifier(timeout=2)
@@ -105,6 +108,7 @@ def test_a_helper_that_does_not_answer_is_killed_and_replaced(number: signal.Sig
     verifier.close()
 
 
+@pytest.mark.long
 def test_closing_leaves_no_process() -> None:
     rule = build_reward("math_rule")
     rule([RewardSample("", "\\boxed{x^2}", "x*x")])
@@ -113,6 +117,7 @@ def test_closing_leaves_no_process() -> None:
     assert helper.poll() is not None
 
 
+@pytest.mark.long
 def test_the_helper_ends_when_its_owner_is_killed() -> None:
     program = (
         "import time; from roll.rewards.math_rule import MathVerifier;"
@@ -155,6 +160,7 @@ MISJUDGED = {
 """Those of which the rule says the opposite."""
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("0")
 @pytest.mark.parametrize("part", range(5))
 def test_nasty_cases(rule: RewardFunction, part: int) -> None:

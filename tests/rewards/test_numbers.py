@@ -55,6 +55,7 @@ def ways(number: int) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @given(st.integers(0, 10**9 - 1), st.integers(-(10**9), 10**9))
 @settings(deadline=None, max_examples=300)
 def test_every_notation_is_right_for_its_number_and_for_no_other(number: int, other: int) -> None:

@@ -100,6 +100,7 @@ benches = st.builds(
 )
 
 
+@pytest.mark.long
 @given(benches)
 def test_order_of_the_result_is_that_of_drawing_whoever_finishes_first(bench):
     result = bench.collect(wanted=7, first_draw=40)
@@ -111,6 +112,7 @@ def test_order_of_the_result_is_that_of_drawing_whoever_finishes_first(bench):
         assert group.scores().tolist() == expected
 
 
+@pytest.mark.long
 @given(benches)
 def test_filtered_groups_are_replaced_and_the_same_prompts_used_whatever_the_timing(bench):
     result = bench.collect(wanted=4, filters={"d": DIFFERENT})
@@ -120,6 +122,7 @@ def test_filtered_groups_are_replaced_and_the_same_prompts_used_whatever_the_tim
     assert result.num_aborted == 0
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(benches, st.integers(1, 6))
 def test_additional_prompts_are_run_and_what_is_left_is_aborted(bench, additional):

@@ -63,6 +63,7 @@ def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
+@pytest.mark.long
 def test_pieces_make_up_the_answers_of_a_conversation(model: Path) -> None:
     plain, system = Plain(model), {"role": "system", "content": "be brief"}
     chat = Chat(str(model), "be brief", SamplingParams(LENGTH, temperature=0.0), "fp32")
@@ -77,6 +78,7 @@ def test_pieces_make_up_the_answers_of_a_conversation(model: Path) -> None:
     assert chat.messages == expected
 
 
+@pytest.mark.long
 def test_an_answer_that_is_interrupted_ends_there(model: Path) -> None:
     chat = Chat(str(model), None, SamplingParams(LENGTH, temperature=0.0), "fp32")
     answer = chat.ask("the quick brown fox?")
@@ -89,6 +91,7 @@ def test_an_answer_that_is_interrupted_ends_there(model: Path) -> None:
     assert len(chat.messages) == 4, "a question without room for an answer leaves no trace"
 
 
+@pytest.mark.long
 def test_every_line_of_a_pipe_is_a_question_of_its_own(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,6 +139,7 @@ def test_streams_say_the_same(shared: Any) -> None:
 LONG = SAME | {"max_tokens": 200, "logprobs": 2}
 
 
+@pytest.mark.long_rows("True")
 @pytest.mark.parametrize("stops", [False, True])
 def test_streams_grow_token_by_token(shared: Any, stops: bool) -> None:
     whole = shared.complete(**LONG)["choices"][0]
@@ -153,6 +154,7 @@ def test_streams_grow_token_by_token(shared: Any, stops: bool) -> None:
     assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [whole["finish_reason"]]
 
 
+@pytest.mark.long
 def test_models_health_key_and_metrics_for_prometheus(make_serving: Any) -> None:
     serving = make_serving(api_key="sesame")
     assert serving.client.get("/v1/models").status_code == 401
@@ -209,6 +211,7 @@ def test_what_cannot_be_answered_says_why(shared: Any, path: str, body: Any, sta
     assert shared.complete(**SAME, **neutral)["choices"], "the engines are none the worse"
 
 
+@pytest.mark.long
 def test_many_at_once_are_spread_over_the_engines_and_too_many_are_turned_away(make_serving: Any) -> None:
     serving = make_serving(max_open_requests=10)
     serving.cluster.free.clear()
@@ -279,6 +282,7 @@ def test_a_pause_drops_what_is_under_way_and_holds_what_comes(shared: Any) -> No
     assert answers[1].status_code == 200
 
 
+@pytest.mark.long
 def test_a_dead_engine_is_done_without_and_the_last_ones_death_is_told(serving: Any) -> None:
     before = serving.complete(**SAME, n=2)["choices"]
     serving.cluster.dead = {0}

@@ -90,6 +90,7 @@ RAW: list[tuple[str, bytes]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_service_outlives_hostile_requests(make_serving: Any) -> None:
     serving = make_serving(max_open_requests=5000)
     expected = [choice["token_ids"] for choice in serving.complete(**HONEST)["choices"]]
@@ -126,6 +127,7 @@ def test_the_service_outlives_hostile_requests(make_serving: Any) -> None:
     assert health["open_requests"] == 0
 
 
+@pytest.mark.long
 def test_what_an_engine_does_not_refuse_in_time_is_the_requests_own_failure(
     shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_templates_belong_to_the_server(shared: Any) -> None:
     )
 
 
+@pytest.mark.long
 def test_what_cannot_fit_costs_others_little(shared: Any) -> None:
     """Texts of 30 MB, millions of lists, log-probs of everything: refused in a moment, while others are served."""
     wanted = shared.complete(**HONEST)["choices"]

@@ -63,6 +63,7 @@ def rows() -> DataProto:
     return DataProto.from_dict({"input_ids": ids * attention, "attention_mask": attention, "response_mask": response})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "limit", "temperature"), [(5, 2**31 - 1, 1.0), pytest.param(0, LIMIT, 1.7, marks=pytest.mark.long)]
 )

@@ -144,6 +144,7 @@ def test_a_response_of_a_schema(client: openai.OpenAI) -> None:
     assert "".join(part.choices[0].delta.content or "" for part in parts).startswith("{")
 
 
+@pytest.mark.long
 def test_a_template_without_tools(shared: Serving) -> None:
     refused = shared.post("chat/completions", messages=ASKED, tools=TOOLS)
     assert refused.status_code == 400

@@ -161,6 +161,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.long_rows("fsdp-bf16", "dp2-bf16")
 @pytest.mark.default_rows("fsdp2-fp32", "fsdp-bf16", "dp2-bf16")
 @pytest.mark.parametrize(("layout", "dtype"), RESUMED)
 def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout, dtype):
@@ -173,6 +174,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout, dtype):
     assert any(not torch.equal(written[name], plain[name]) for name in written if name.startswith(MOMENTS[0]))
 
 
+@pytest.mark.long
 def test_masters_in_bf16_resume_bit_for_bit_too(run, tmp_path):
     """Their moments are decoded to bf16, which rounds by less than half the distance of two codes."""
     options = {"dtype": "bf16", "config": {"master_dtype": "bf16"}}
@@ -180,6 +182,7 @@ def test_masters_in_bf16_resume_bit_for_bit_too(run, tmp_path):
     assert_resumed(whole, run_in(run, jobs.load_and_train, "fsdp2", tmp_path, **options), tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
 def test_moved_states_change_nothing(run, strategy):
     ways = (train_with_moves, train_in_place)
@@ -193,6 +196,7 @@ def load_save(role: WorkerConfig, batch: TensorBatch, *paths: Path) -> None:
     load_and_save(role, *paths)
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2-zero2")
 @pytest.mark.parametrize(("layout", "plain"), [("fsdp2", "zero2"), ("fsdp", "fsdp2-1"), ("tp2", "dp2")])
 def test_checkpoints_go_to_adamw_and_back(run, tmp_path, layout, plain):

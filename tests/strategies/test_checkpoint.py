@@ -75,6 +75,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.long_rows("zero2-dense-bf16", "dp2-dense-bf16")
 @pytest.mark.default_rows("fsdp2-dense-fp32", "zero2-dense-bf16", "dp2-dense-bf16")
 @pytest.mark.parametrize(("layout", "model", "dtype"), RESUMED)
 def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout, model, dtype):
@@ -148,6 +149,7 @@ OTHERS = [
 """Model, type, layout of the writer and of the reader."""
 
 
+@pytest.mark.long_rows("tied-fp32-fsdp2-zero1", "tied-fp32-fsdp2-tp2")
 @pytest.mark.default_rows("tied-fp32-fsdp2-tp2", "tied-fp32-fsdp2-zero1", "tied-fp32-zero3-fsdp2")
 @pytest.mark.parametrize(("model", "dtype", "writer", "reader"), OTHERS)
 def test_another_layout_goes_on_from_the_same_state(run, written, tmp_path, model, dtype, writer, reader):
@@ -164,6 +166,7 @@ def test_another_layout_goes_on_from_the_same_state(run, written, tmp_path, mode
         torch.testing.assert_close(resumed["weights"][name], weight, rtol=0, atol=atol)
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_model_only_checkpoint_starts_the_moments_anew(run, tmp_path, strategy):

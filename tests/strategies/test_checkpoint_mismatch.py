@@ -61,6 +61,7 @@ def cross(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -> d
     return said
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2_train")
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train"])
 def test_nothing_of_a_checkpoint_is_dropped(run_ranks, untied_model, tmp_path, strategy):
@@ -111,6 +112,7 @@ def go_round(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -
     return weights_of(strategy)
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("deepspeed_train")
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train"])
 def test_another_type_and_other_hyperparameters_go_on(run_ranks, untied_model, tmp_path, strategy):

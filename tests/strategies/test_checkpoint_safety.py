@@ -89,6 +89,7 @@ def test_a_bomb_goes_off_where_it_is_unpickled(tmp_path):
         mark.unlink()
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2", "zero1")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_file_of_a_checkpoint_runs_code(run, tmp_path, strategy):

@@ -29,6 +29,7 @@ def facts(metrics):
     return {name: metrics[name] for name in ("entropy", "rows", "grad_norm", "lr")} | {"tokens": tokens}
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("packed")
 @pytest.mark.parametrize("case", CASES)
 def test_the_step_is_the_same_by_any_plan(run, family, case):

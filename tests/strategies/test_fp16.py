@@ -112,6 +112,7 @@ def _large_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor,
     return loss * (30.0 if torch.distributed.get_rank() == 0 else 1.0), metrics
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2-2")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -29,6 +29,7 @@ def update(role: WorkerConfig, batch: TensorBatch, outputs: tuple[Output, ...], 
     return {"metrics": metrics, "weights": jobs.weights_of(strategy)}
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_update_is_the_same_bit_for_bit(run, untied_model, strategy):

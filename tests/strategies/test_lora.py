@@ -130,6 +130,7 @@ TRAINING = {
 }
 
 
+@pytest.mark.long_rows("fsdp", "zero3", "tp2-sp-more-in-full")
 @pytest.mark.default_rows("fsdp2-more-in-full-own-units", "fsdp", "zero3", "tp2-sp-more-in-full")
 @pytest.mark.parametrize("case", TRAINING)
 def test_training_equals_plain_peft(run_lora, wanted, case):
@@ -188,6 +189,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2-more-in-full-own-units")
 @pytest.mark.parametrize("case", RESUMED)
 def test_resumed_is_uninterrupted_and_the_export_is_complete(run_lora, family, tmp_path, case):
@@ -214,6 +216,7 @@ def test_resumed_is_uninterrupted_and_the_export_is_complete(run_lora, family, t
             torch.testing.assert_close(again[key], weight, rtol=0, atol=limit)
 
 
+@pytest.mark.long
 def test_bf16_base_is_held_in_bf16_and_adapters_in_float32(run_lora, wanted, adapter, tied_model):
     result = run_lora(cases.train, 2, "fsdp2", "tied", 3, dtype="bf16")[0]
     trained = {name for name, dtype in result["dtypes"].items() if dtype is torch.float32}
@@ -248,6 +251,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("megatron-bf16")
 @pytest.mark.parametrize("case", DRAWN)
 def test_new_adapters_are_the_same_under_every_layout(run, case):
@@ -263,6 +267,7 @@ def test_new_adapters_are_the_same_under_every_layout(run, case):
         assert actual.keys() == drawn.keys()
 
 
+@pytest.mark.long
 def test_a_critic_trains_its_head_in_full(run, family):
     options = {"model_args": {"lora_target": "q_proj,v_proj"}, "batch": None}
     trained = run(cases.initial_weights, 2, "fsdp2", "tied", True, **options)[0]

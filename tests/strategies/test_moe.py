@@ -39,6 +39,7 @@ def layouts() -> dict[str, tuple[str, str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("qwen3_moe-ep2")
 @pytest.mark.parametrize("case", layouts())
 def test_gradient_and_outputs_equal_the_plain_model(run, moe_folder, case):
@@ -58,6 +59,7 @@ def test_experts_divided_and_sharded(run, moe_folder, name):
     assert_step_equals(results, plain_results(folder), rounding_of(folder, make_batch()))
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize(
     ("name", "strategy"), [*(("qwen3_moe", s) for s in STRATEGIES), (SEPARATE, "zero0")], ids=[*STRATEGIES, "zero0"]

@@ -87,6 +87,7 @@ CUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("2-ranks-dynamic-shared-prompts")
 @pytest.mark.parametrize("cut", CUTS)
 def test_global_balance_loss_equals_float64_on_the_whole_batch(run, folder, expected, cut):

@@ -131,6 +131,7 @@ def plain(
     return weights
 
 
+@pytest.mark.long_rows("fsdp2-0.05-original", "fsdp-None-default", "zero2-0.05-default")
 @pytest.mark.default_rows("fsdp2-0.05-original", "fsdp-None-default", "zero2-0.05-default", "dp2-0.05-default")
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
@@ -166,6 +167,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("dense")
 @pytest.mark.parametrize("chain", CHAINS)
 def test_moments_go_from_one_strategy_to_another(run, tmp_path, chain):

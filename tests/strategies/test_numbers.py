@@ -114,6 +114,9 @@ GRADIENTS = {
 """Ranks, strategy, model, and options of the role by case."""
 
 
+@pytest.mark.long_rows(
+    *("fsdp2-packed*", "fsdp2-hsdp", "ulysses*", "zero3-offload-all", "dp2*", "cp2", "vpp2-tied", "tp2-sp-packed")
+)
 @pytest.mark.default_rows(
     *("fsdp2-offload", "fsdp2-packed-shared-prompts-checkpointed", "fsdp2-hsdp", "ulysses-shared-prompts"),
     *("fsdp-shared-prompts", "zero2-step-each", "zero3-offload-all"),
@@ -160,6 +163,7 @@ ADAMW = {
 }
 
 
+@pytest.mark.long_rows("None-zero2", "0.05-fsdp-hsdp-keep", "0.05-pp2-dp2-distributed-optimizer")
 @pytest.mark.default_rows("0.05-fsdp2-dynamic", "0.05-fsdp-hsdp-keep", "None-zero2", "0.05-zero3", "0.05-pp2-*")
 @pytest.mark.parametrize("case", ADAMW)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
@@ -172,6 +176,7 @@ def test_optimizer_steps_equal_plain_adamw(run, family, case, max_grad_norm):
     assert_same_weights(result["weights"], plain_steps(family(model), max_grad_norm), atol)
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("tp2")
 @pytest.mark.parametrize(
     ("strategy", "model", "config"),
@@ -205,6 +210,7 @@ STILL = {"learning_rate": 0.0, "weight_decay": 0.0}
 """Leaves master weights as the files have them."""
 
 
+@pytest.mark.long_rows("zero3", "dp2")
 @pytest.mark.default_rows("fsdp2", "zero3", "dp2")
 @pytest.mark.parametrize("case", BF16)
 def test_bf16_computes_in_bf16_and_keeps_float32_weights(run, expected, family, tmp_path, case):
@@ -257,6 +263,7 @@ DROPPED = {
 }
 
 
+@pytest.mark.long_rows("fsdp", "zero3", "tp2")
 @pytest.mark.default_rows("fsdp2", "fsdp", "zero3", "tp2")
 @pytest.mark.parametrize("case", DROPPED)
 def test_a_gradient_that_is_not_finite_is_dropped(run, case):
@@ -268,6 +275,7 @@ def test_a_gradient_that_is_not_finite_is_dropped(run, case):
         assert result["step"] == 2
 
 
+@pytest.mark.long
 def test_pure_bf16_is_had_by_asking_for_it(run, tied_model):
     """Weights, moments and updates in bf16, as those of a bf16 model under torch's AdamW."""
     options = {"config": {"master_dtype": "bf16"}, "micro_batch": 12, "training": SMOOTH}
@@ -289,6 +297,7 @@ def test_pure_bf16_is_had_by_asking_for_it(run, tied_model):
         assert float(error.norm() / update.norm()) < limit, name
 
 
+@pytest.mark.long
 def test_micro_batches_are_reported(run):
     lengths = make_batch()["attention_mask"].sum(1)
     padded = run(jobs.train, 1, "fsdp2", "tied", micro_batch=12)[0]["metrics"]
@@ -307,6 +316,7 @@ REFERENCES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("bf16-fsdp2", "bf16-megatron")
 @pytest.mark.parametrize(
     ("dtype", "strategy"),
@@ -336,6 +346,7 @@ FORWARD = {
 }
 
 
+@pytest.mark.long_rows("zero3-shared-prompts", "vpp2")
 @pytest.mark.default_rows("fsdp2-one-without-rows", "zero3-shared-prompts", "vpp2")
 @pytest.mark.parametrize("case", FORWARD)
 def test_forward_with_temperature(run, family, case):
@@ -376,6 +387,7 @@ def values_alone(run):
     return values
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("zero3")
 @pytest.mark.parametrize("case", VALUES)
 def test_value_model_starts_at_zero_and_learns(run, values_alone, case):
@@ -387,6 +399,7 @@ def test_value_model_starts_at_zero_and_learns(run, values_alone, case):
     torch.testing.assert_close(values, values_alone(model), rtol=0, atol=1e-5)
 
 
+@pytest.mark.long_rows("ulysses-packed")
 @pytest.mark.default_rows("ulysses-packed", "pp2")
 @pytest.mark.parametrize("case", VALUES)
 def test_value_gradient_equals_the_plain_model(run, family, case):
@@ -425,6 +438,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("0.05-fsdp2-checkpointed", "0.05-zero3")
 @pytest.mark.parametrize("case", FROZEN)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
@@ -442,6 +456,7 @@ def test_frozen_modules_do_not_change(run, family, case, max_grad_norm):
         assert torch.equal(result["weights"][name], parameter.detach()) == name.startswith(frozen), name
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("tp2-sp")
 @pytest.mark.parametrize(
     ("world", "sizes"), [(1, {}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2})], ids=["1-rank", "tp2-sp", "pp2"]
@@ -461,6 +476,7 @@ def test_sizes_of_ulysses_that_do_not_fit_are_refused(run):
         assert "ulysses_size: 3 does not divide the model's 4 attention heads; use one of 1, 2, 4" in message
 
 
+@pytest.mark.long
 def test_what_stays_gathered_is_gathered_once_a_step(run):
     """Several micro-batches a step, in bfloat16; the same bits as with units that are freed."""
     options = {"micro_batch": 3, "model_args": {"dtype": "bf16"}}

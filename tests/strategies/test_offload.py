@@ -86,6 +86,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("zero3", "megatron-distributed")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_moved_states_change_nothing(run, name):

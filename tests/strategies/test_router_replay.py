@@ -42,6 +42,7 @@ RECORDED = {
 }
 
 
+@pytest.mark.long_rows("tp2-recomputed")
 @pytest.mark.default_rows("recomputed-shared", "tp2-recomputed")
 @pytest.mark.parametrize("case", REPLAYED)
 def test_replay_equals_a_plain_model_told_what_to_choose(run, family, moe_folder, case):
@@ -75,6 +76,7 @@ def test_replay_with_images(run_ranks, tmp_path):
     assert result["metrics"]["moe_replay_missing"] == 0.0 and result["metrics"]["moe_replay_changed"] > 0.5
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("qwen3_moe-shared")
 @pytest.mark.parametrize("case", RECORDED)
 def test_recorded_routes_are_the_live_ones(run, family, moe_folder, case):
@@ -93,6 +95,7 @@ def test_recorded_routes_are_the_live_ones(run, family, moe_folder, case):
     assert "moe_replay_missing" in results[-1][2]
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2", "ulysses2", "megatron-cp2")
 @pytest.mark.parametrize(
     ("world", "strategy", "options"),

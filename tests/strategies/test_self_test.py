@@ -29,6 +29,7 @@ def refused_with_swapped_chunks(role: Any) -> str:
         return jobs.refused(role)
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2_infer-*")
 @pytest.mark.parametrize(
     ("strategy", "options"),

@@ -33,6 +33,7 @@ def folder(untied_model):
     return untied_model
 
 
+@pytest.mark.long_rows("megatron-pp")
 @pytest.mark.default_rows("fsdp2", "megatron-pp")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_and_transport(run, folder, tmp_path, name):
@@ -68,6 +69,7 @@ def on_the_way(folder: Path) -> dict[str, torch.Tensor]:
     return StoredLayout(plain).on_the_way().views(plain.state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("megatron-ep")
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_travel_as_they_are_stored(run, tmp_path, name):
@@ -84,6 +86,7 @@ def test_experts_travel_as_they_are_stored(run, tmp_path, name):
     assert travelling.keys() == load_file(folder / "model.safetensors").keys() or family == "gpt_oss"
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("megatron-tp")
 @pytest.mark.parametrize("name", ["fsdp2", "zero3", "megatron-tp", "megatron-pp"])
 def test_adapters_by_themselves(run, folder, tmp_path, name):
@@ -98,6 +101,7 @@ def test_adapters_by_themselves(run, folder, tmp_path, name):
     assert sent[1][1] < 0.2 * sent[0][1]
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2-ep2", "fsdp", "zero3", "fsdp2-gpt_oss", "fsdp2-ep2-gpt_oss"])
 def test_experts_travel_in_bounded_buckets(run, tmp_path, name):

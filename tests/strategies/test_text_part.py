@@ -39,6 +39,7 @@ def training() -> dict[str, tuple[str, str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("qwen3_5-zero3")
 @pytest.mark.parametrize("case", training())
 def test_gradient_and_outputs_equal_the_plain_model(run, family, case):
@@ -48,6 +49,7 @@ def test_gradient_and_outputs_equal_the_plain_model(run, family, case):
     assert_step_equals(results, plain_results(folder), rounding_of(folder, make_batch()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_plain_model_is_the_language_part_of_the_whole(family, name):
     whole = AutoModelForImageTextToText.from_pretrained(family(name), dtype=torch.float32).eval()
@@ -162,6 +164,7 @@ def test_the_tower_is_not_asked_for_images(family):
     assert VisionModel.load(str(family("qwen3_5")), make_tokenizer(), False) is None
 
 
+@pytest.mark.long
 def test_packed_rows_are_refused(run, family):
     for message in run(jobs.refused, 2, "fsdp2", family("qwen3_5"), 10, batch=None, use_sequence_packing=True):
         assert "layers of type linear_attention" in message and "Set use_sequence_packing: false" in message

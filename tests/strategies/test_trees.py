@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.long_rows("zero3", "ulysses-window-packed", "tp2-sp")
 @pytest.mark.default_rows("fsdp2-packed-recomputed", "zero3", "ulysses-window-packed", "tp2-sp")
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_and_outputs_equal_the_plain_model(run, family, case):
@@ -62,6 +63,7 @@ def test_gradient_and_outputs_equal_the_plain_model(run, family, case):
             assert distinct <= result["metrics"]["tokens_per_micro_batch"] <= distinct + 1 < len(beginnings) / 2
 
 
+@pytest.mark.long
 def test_every_row_has_its_share_in_the_balance_loss(run, moe_folder):
     """In float64 over all rows alone: a token counts once for each of its rows."""
     folder, batch = moe_folder("qwen3_moe"), make_turns()
@@ -77,6 +79,7 @@ def test_every_row_has_its_share_in_the_balance_loss(run, moe_folder):
         assert {name: result["metrics"][name] for name in gauges} == pytest.approx(gauges, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp", "megatron"])
 def test_routes_of_shared_beginnings_are_replayed_and_recorded(run, family, moe_folder, strategy):

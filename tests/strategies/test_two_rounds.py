@@ -69,6 +69,7 @@ def two_rounds() -> tuple[dict[str, torch.Tensor], list[list[tuple[list[int], li
     return columns | {"advantages": advantages, "num_tokens": count.expand(4)}, rounds
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("True")
 @pytest.mark.parametrize("packed", [False, True])
 def test_loss_and_gradient_are_those_of_the_engine_s_contexts(run_ranks, tied_model, packed):

@@ -86,6 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long_rows("fsdp2-ulysses-packed-qwen2.5")
 @pytest.mark.default_rows("fsdp2-text-on-one-rank", "fsdp2-ulysses-packed-qwen2.5")
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_and_outputs_equal_the_plain_model(run_ranks, model_of, expected, name):
@@ -129,6 +130,7 @@ def role_on(name: str, model: Path, **options: Any) -> WorkerConfig:
     return make_role(model, strategy, config=config, **options)
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_frozen_tower_costs_nothing(run_ranks, model_of, name):

@@ -34,6 +34,7 @@ def name_of(value):
     return None
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("bf16-2-fsdp-*", "bf16-2-zero2-*", "fp32-2-zero3_infer-*", "bf16-2-megatron_infer-qwen3-tp2")
 @pytest.mark.parametrize(("world", "strategy", "model", "config"), BUCKETS, ids=name_of)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -79,6 +80,7 @@ def gathered_at_once(role, bucket_bytes):
     return max(held), max(sizes)
 
 
+@pytest.mark.long
 def test_a_bucket_is_let_go_before_the_next_is_gathered(run):
     ((held, most),) = run(gathered_at_once, 1, "megatron_infer", "qwen2", 30000, batch=None)
     assert 0 < held <= 30000 + most
@@ -111,6 +113,7 @@ def test_export_is_a_hugging_face_folder(run, family, tmp_path, world, strategy,
 LAYOUTS = {"fsdp2": ("fsdp2", "untied", {}), "pp2": ("megatron", "qwen2", {"pp": 2})}
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exported_value_model_keeps_its_head_and_states_its_type(run, tmp_path, layout):
@@ -146,11 +149,13 @@ def loaded_and_left(role):
     return sum(size for _, size in read.values()), left[0]
 
 
+@pytest.mark.long
 def test_weights_that_were_read_do_not_stay_next_to_deepspeeds(run):
     for read, left in run(loaded_and_left, 2, "zero1", "tied", batch=None):
         assert read > 0 and left == 0
 
 
+@pytest.mark.long
 def test_a_layer_is_gathered_at_once(run):
     """Forward passes under ZeRO-3: embeddings (the output matrix is tied to them), two layers and a norm, gathered once
     each; module by module it would be nine gathers a layer."""

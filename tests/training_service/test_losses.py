@@ -56,6 +56,7 @@ def computed(tenant: Tenant, data: list[Datum]) -> list[Tensor]:
             return end.value[0]
 
 
+@pytest.mark.long_rows("sliding_attention-None", "full_attention-eager")
 @pytest.mark.parametrize(
     ("kind", "implementation"), [("full_attention", None), ("sliding_attention", None), ("full_attention", "eager")]
 )

@@ -60,6 +60,7 @@ class Reference:
         return total
 
 
+@pytest.mark.long_rows("ppo")
 @pytest.mark.default_rows("cross_entropy", "ppo")
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
 def test_losses_and_steps_are_those_of_plain_torch(loss: str, client: Any, base_folder: Path) -> None:
@@ -254,6 +255,7 @@ def test_models_that_are_refused(change: dict[str, Any], message: str, connect: 
         connect().create_lora_training_client(**{"base_model": NAME, "rank": RANK, **change}).result()
 
 
+@pytest.mark.long
 def test_passes_that_are_refused(client: Any) -> None:
     """By name, and the requests that follow go on."""
     image = types.ImageChunk(data=b"no image, which nobody looks at", format="png", expected_tokens=2)

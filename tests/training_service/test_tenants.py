@@ -236,6 +236,7 @@ def test_a_tensor_that_is_small_while_it_is_sparse(count: int, columns: int, rul
         check_datum(loss_of("cross_entropy", {}), "cross_entropy", found.data[0], "data[0]", 8, 8)
 
 
+@pytest.mark.long
 def test_the_key_and_models_of_a_session_that_has_ended(
     options: Callable[..., Any], tmp_path: Path, connect: Connect
 ) -> None:

@@ -117,6 +117,7 @@ def command_lines() -> list[str]:
     return found
 
 
+@pytest.mark.long_rows("memory", "output")
 @pytest.mark.parametrize(
     "text",
     [

@@ -172,6 +172,7 @@ def test_an_interpreter_that_a_check_misses_is_stood_in_for(tmp_path: Path, sand
     assert read_recording(record(tmp_path / "run.sh", sandbox=sandbox), "run.sh").keys == {BATCH: 8}
 
 
+@pytest.mark.long
 def test_an_endless_script_says_why(tmp_path: Path, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "LIMITS", replace(recording.LIMITS, wall=2.0))
     with pytest.raises(ConfigError, match="starts no training program"):

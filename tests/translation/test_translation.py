@@ -330,6 +330,7 @@ def test_what_is_left_empty_is_a_variable(translated: Translate) -> None:
     load(translation, QUICKSTART)
 
 
+@pytest.mark.long
 def test_programs_scored_by_a_service_are_run_here(translated: Translate) -> None:
     for section in ("reward_model.", "reward.", ""):
         loaded = load(translated(f"{WHOLE} {section}sandbox_fusion.url=http://x/run_code"), QUICKSTART)

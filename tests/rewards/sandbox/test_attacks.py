@@ -78,6 +78,7 @@ def test_a_stateful_response_keeps_nothing_for_the_next_one(verdict: Verdict) ->
         assert verdict(f"print(open('{folder}/note').read())", DOUBLE).passed == 0
 
 
+@pytest.mark.long
 def test_the_worker_is_as_quick_as_before(sandbox: Sandbox, verdict: Verdict) -> None:
     def seconds() -> float:
         began = time.process_time() + zygote_seconds(sandbox)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from roll.config.loader import load_config
 from roll.rewards import RewardSample, build_section
 
@@ -21,6 +23,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.long
 def test_the_example_scores_its_rows() -> None:
     section = load_config(None, EXAMPLES / "code_sandbox.yaml", check_files=False).config.rewards["code"]
     rows = [json.loads(line) for line in (EXAMPLES / "code.jsonl").read_text(encoding="utf-8").splitlines()]

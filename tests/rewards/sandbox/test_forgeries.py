@@ -27,6 +27,7 @@ EMPTY = "def f(x, *a):\n    x.clear()\n    return []"
 assert len(ON_NUMBERS) + len(OTHERS) >= 120 and len(RIGHT) >= 50
 
 
+@pytest.mark.long_rows("patched_harness")
 @pytest.mark.parametrize("name", ON_NUMBERS)
 def test_no_form_of_tests_is_forged(verdict: Verdict, name: str) -> None:
     for form, tests in NUMBERS.items():

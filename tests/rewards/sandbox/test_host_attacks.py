@@ -327,11 +327,13 @@ def f(n):
 """
 
 
+@pytest.mark.long_rows("container_user")
 def test_no_verdict_is_forged_from_outside(any_sandbox: Sandbox, verdict: Verdict) -> None:
     outcome = verdict(FORGED_FROM_OUTSIDE, ["assert f(1) == 1", "assert f(2) == 2"], any_sandbox)
     assert (outcome.passed, outcome.total, outcome.timed_out) == (0, 2, False), outcome
 
 
+@pytest.mark.long_rows("container_root_without_landlock-nested", "container_user-many")
 @pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if "left behind" in case])
 def test_a_folder_that_resists_its_removal(any_sandbox: Sandbox, verdict: Verdict, name: str) -> None:
     before = processes_of(any_sandbox)
@@ -350,6 +352,7 @@ def test_a_folder_that_resists_its_removal(any_sandbox: Sandbox, verdict: Verdic
         assert os.listdir(any_sandbox._folder) == []
 
 
+@pytest.mark.long_rows("container_root_without_landlock-many_entries", "container_user-many_entries")
 @pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if "filling" in case])
 def test_the_disk_of_a_host_is_not_filled(any_sandbox: Sandbox, verdict: Verdict, name: str) -> None:
     def used() -> int:

@@ -93,6 +93,7 @@ def test_calls_with_large_arguments(verdict: Verdict) -> None:
     assert verdict("def length(text): return len(text)", cases).passed == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["unittest", "pytest"])
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(verdict: Verdict, kind: str) -> None:
     case = PROGRAMS["a_late_answer"]
@@ -130,6 +131,7 @@ def test_other_programs_than_python(verdict: Verdict) -> None:
     assert verdict("exec cat /proc/1/environ /etc/shadow", {"inputs": [""], "outputs": ["x"]}, **command).passed == 0
 
 
+@pytest.mark.long
 def test_failures_are_told_apart(verdict: Verdict) -> None:
     doubled = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
     assert verdict("def f(:", doubled).compile_error
@@ -178,6 +180,7 @@ def test_readable_paths_can_be_read_and_no_more(verdict: Verdict, tmp_path: Path
     more.close()
 
 
+@pytest.mark.long
 def test_the_reward() -> None:
     reward = build_reward("code_sandbox", {"score": 2.0, "timeout": 20})
     row = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"]}
@@ -203,6 +206,7 @@ def test_the_reward() -> None:
     strict.close()
 
 
+@pytest.mark.long
 def test_a_sandbox_that_was_killed_starts_again(verdict: Verdict) -> None:
     killed = Sandbox()
     cases = {"inputs": ["1"], "outputs": ["1"]}

@@ -41,6 +41,7 @@ def test_what_a_host_lacks_is_found_out_and_can_be_required() -> None:
         Sandbox(Settings(without=MEANS, require=("limits", "network"))).start()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("poor")
 def test_a_host_that_gives_too_little_is_refused() -> None:
     rule = CodeSandbox()
@@ -100,6 +101,7 @@ def test_shipped_recipes_require_what_is_promised(name: str) -> None:
     assert set(section.reward_kwargs["require"]) == set(PROMISED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("lacks", "status"), [({"no_landlock": True}, 2), ({}, 0)])
 def test_roll_check_on_such_a_host(lacks: dict[str, bool], status: int) -> None:
     """The command itself, in a process that may not make namespaces: Docker's default with and without Landlock."""

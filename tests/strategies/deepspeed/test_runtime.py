@@ -38,6 +38,7 @@ dist.destroy_process_group()
 EXAMPLES = sorted((ROOT / "examples/deepspeed").glob("zero*.yaml"))
 
 
+@pytest.mark.long
 def test_an_example_is_what_its_name_says():
     assert len(EXAMPLES) == 6
     for file in EXAMPLES:

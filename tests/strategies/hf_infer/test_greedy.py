@@ -38,6 +38,7 @@ def test_equals_generate_with_ragged_prompts_groups_and_refill(name, kind):
     assert {len(tokens) for tokens in expected} != {len(expected[0])}, "lengths must differ to say anything"
 
 
+@pytest.mark.long
 def test_equals_generate_in_a_large_batch():
     """Enough rows for the kernels of large products, and row counts between the sizes that batches are filled up to."""
     model = build_model("llama")

@@ -50,6 +50,7 @@ def test_log_probs_equal_a_full_forward_with_every_setting_in_one_batch(kind):
         np.testing.assert_allclose(output.log_probs, expected, rtol=0, atol=5e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_log_probs_equal_a_full_forward_with_one_setting():
     """Batches of one kind take shorter ways through the sampler than mixed ones."""
     model, prompts = build_model("qwen2"), random_prompts([3, 8])

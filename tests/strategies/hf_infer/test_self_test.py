@@ -73,6 +73,7 @@ def test_prompts_are_scored_by_the_model_s_own_logits():
     assert strategy.prompt_scores([ids], 1)[0].log_probs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_decoder_that_computes_something_else_is_refused(monkeypatch):
     scaled = llama(rope_parameters=LONGROPE)
     off = r"actor_infer.*llama model, decoded with a cache by hf_infer, are off by up to"

@@ -86,6 +86,7 @@ def test_running_samples_continue_over_an_update(folders, mode):
         check_in_flight(engine_cases.update_in_flight(started, steps(12), old, new, 5), mode)
 
 
+@pytest.mark.long
 def test_what_is_asked_of_every_engine(folders):
     folder = folders["qwen3"]
     with engine_cases.engine(folder, "hf_infer") as started:
@@ -125,6 +126,7 @@ def test_stop_strings_use_the_model_s_tokenizer(model_folder, tokenizer):
     assert run(strategy, [request])["r", 0].token_ids == free.token_ids[: end + 1]
 
 
+@pytest.mark.long
 def test_stops_at_the_end_tokens_of_model_and_tokenizer(model_folder, tokenizer, tmp_path):
     model = load(model_folder)
     assert tokenizer.eos_token_id not in (20, 21)

@@ -67,6 +67,7 @@ def unequal(trainer: ResponseModel, sampled: Sampled, layout: str, temperature: 
     return int((found != engine).sum())
 
 
+@pytest.mark.long_rows("qwen3-generic-dtype1")
 @pytest.mark.default_rows("qwen2-fused-dtype1", "llama-fused-dtype0", "qwen3-generic-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_every_token_in_every_layout(name, kind, dtype):
     assert {layout: unequal(trainer, sampled, layout, 0.7) for layout in LAYOUTS} == dict.fromkeys(LAYOUTS, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

@@ -40,6 +40,7 @@ def finish(worker: GenerationWorker, requests: list[GenerationRequest]) -> dict[
     return {group.request_id: group for group in groups}
 
 
+@pytest.mark.long
 def test_recalled_requests_are_finished_by_another_engine(model_folder):
     params = SamplingParams(30, temperature=1.5, seed=9)
     requests = [GenerationRequest(str(i), p, params, 3) for i, p in enumerate(random_prompts([4, 11, 7]))]

@@ -11,6 +11,8 @@ from tests.strategies import jobs
 from tests.strategies.comparison import assert_same_bits, assert_same_gradients, assert_step_equals
 from tests.strategies.samples import DYNAMIC, make_batch, plain_model, plain_outputs, policy_loss
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 RELATIVE, FLOOR = 5e-6, 1e-2  # as in test_numbers, with one more sum over the experts of a token

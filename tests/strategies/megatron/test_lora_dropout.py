@@ -13,6 +13,8 @@ pytest.importorskip("peft")
 from tests.strategies import lora_cases
 from tests.strategies.samples import TensorBatch, make_batch, plain_outputs, policy_loss
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -47,6 +47,7 @@ def test_a_group_has_its_queries_then_key_then_value():
     assert part[:, 0].tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
 
 
+@pytest.mark.long
 @given(
     context_size=st.sampled_from([1, 2, 4]),
     tensor_size=st.sampled_from([1, 2]),
