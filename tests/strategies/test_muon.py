@@ -13,6 +13,7 @@ from roll.checkpoint.contents import CheckpointMismatchError
 from roll.checkpoint.tensors import WEIGHT
 from roll.config.roles import OptimizerConfig, WorkerConfig
 from roll.strategies.fsdp.fsdp1 import clean_name
+from roll.strategies.training.muon import Float32Products, bfloat16_products
 from tests.strategies import jobs
 from tests.strategies.comparison import assert_same_bits, contents_of
 from tests.strategies.families import zero
@@ -125,7 +126,8 @@ def plain(
             parts = gradient.unbind() if gradient.ndim == 3 else [gradient]
             for matrix, part in zip(matrices.get(name, [weight]), parts, strict=True):
                 matrix.grad = part.clone()
-        muon.step()
+        with bfloat16_products(torch.device("cpu")):
+            muon.step()
         if adamw is not None:
             adamw.step()
     return weights
@@ -198,3 +200,13 @@ def test_moments_of_another_optimizer_are_refused(run, tmp_path, strategy):
     run(jobs.train_and_save, 1, "fsdp2", "tied", tmp_path, training=muon)
     (said,) = run(refusal, 1, strategy, "tied", tmp_path, batch=None)
     assert "its moments are those of muon (training_args.optimizer: adamw here)" in said
+
+
+def test_products_in_float32_are_those_of_bfloat16_to_its_rounding():
+    torch.manual_seed(0)
+    a, b, c = (torch.randn(shape).bfloat16() for shape in ((48, 80), (80, 32), (48, 32)))
+    with Float32Products():
+        product, sum_ = a @ b, torch.addmm(c, a, b, beta=0.5, alpha=2)
+    assert product.dtype is sum_.dtype is torch.bfloat16
+    torch.testing.assert_close(product.double(), a.double() @ b.double(), rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(sum_.double(), c.double() / 2 + 2 * (a.double() @ b.double()), rtol=2**-8, atol=1e-5)

@@ -12,6 +12,7 @@ of a longer tensor that the optimizer updates (ZeRO-1 and 2, Megatron's distribu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll.checkpoint.tensors import MUON_MOMENTS
 from roll.models.experts import EXPERTS, SparseLayer
@@ -168,7 +170,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for matrix, gradient in zip(matrices, update.float().view(-1, *update.shape[-2:]).unbind(), strict=True):
             matrix.grad = gradient
         # Momentum and weight decay are those of the shard.
-        torch.optim.Muon(
+        optimizer = torch.optim.Muon(
             matrices,
             lr=learning_rate,
             weight_decay=0.0,
@@ -176,5 +178,24 @@ class MuonAndAdamW(torch.optim.Optimizer):
             nesterov=False,
             ns_steps=NS_STEPS,
             adjust_lr_fn=self._scaling,
-        ).step()
+        )
+        with bfloat16_products(update.device):
+            optimizer.step()
         return change
+
+
+def bfloat16_products(device: torch.device) -> AbstractContextManager[Any]:
+    """How products of bfloat16 matrices on ``device`` are computed."""
+    is_slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return Float32Products() if is_slow else nullcontext()
+
+
+class Float32Products(TorchDispatchMode):
+    """Products of bfloat16 matrices are computed in float32 and rounded once, as by hardware for bfloat16. A processor
+    without it takes 8 to 24 times longer for an update of Muon by PyTorch's own product."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        if is_product and args[0].dtype is torch.bfloat16:
+            return func(*(matrix.float() for matrix in args), **(kwargs or {})).bfloat16()
+        return func(*args, **(kwargs or {}))
