@@ -93,16 +93,27 @@ class Registry(Generic[F]):
         return tuple(self._names)
 
     def resolve(self, name: str) -> F:
-        """The function called ``name``; raises ``ValueError`` naming the nearest known one."""
+        """The function called ``name``; raises ``ValueError``: no such name (the message has the nearest known one), or
+        a path at which no function can be imported."""
         if name in self._entries:
             return self._entries[name]
-        if "." in name or ":" in name:
-            return self._import(name)
-        nearest = did_you_mean(name, self._entries, "nearest known: {!r}; ")
-        raise ValueError(
-            f"unknown {self.kind} {name!r}; {nearest}known: {', '.join(self._names)}; "
-            "or the dotted path of your own function"
-        )
+        if "." not in name and ":" not in name:
+            nearest = did_you_mean(name, self._entries, "nearest known: {!r}; ")
+            raise ValueError(
+                f"unknown {self.kind} {name!r}; {nearest}known: {', '.join(self._names)}; "
+                "or the dotted path of your own function"
+            )
+        module_name, _, attribute = name.replace(":", ".").rpartition(".")
+        try:
+            function = getattr(importlib.import_module(module_name), attribute)
+        except Exception as error:  # A module of the user's own may raise anything.
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, ModuleNotFoundError) else str(error)
+            raise ValueError(
+                f"{self.kind} {name!r} cannot be imported: {reason}; give package.module.function"
+            ) from error
+        if not callable(function):
+            raise ValueError(f"{self.kind} {name!r} is a {type(function).__name__}, not a function")
+        return function
 
     def options_of(self, choice: Choice) -> Any:
         """The options as the function takes them.
@@ -122,16 +133,3 @@ class Registry(Generic[F]):
         if problems.errors:
             raise ValueError(str(problems.errors[0]))
         return options
-
-    def _import(self, path: str) -> F:
-        module_name, _, attribute = path.replace(":", ".").rpartition(".")
-        try:
-            function = getattr(importlib.import_module(module_name), attribute)
-        except Exception as error:  # A module of the user's own may raise anything.
-            reason = f"{type(error).__name__}: {error}" if not isinstance(error, ModuleNotFoundError) else str(error)
-            raise ValueError(
-                f"{self.kind} {path!r} cannot be imported: {reason}; give package.module.function"
-            ) from error
-        if not callable(function):
-            raise ValueError(f"{self.kind} {path!r} is a {type(function).__name__}, not a function")
-        return function

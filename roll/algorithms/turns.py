@@ -105,13 +105,6 @@ class TrajectoryLayout:
         """bool (T, W)."""
         return torch.arange(self.packed_shape[1], device=self.lengths.device) < self.lengths[:, None]
 
-    @cached_property
-    def first_rows(self) -> Tensor:
-        """int64 (T,): the first row of each trajectory."""
-        rows = torch.arange(self.shape[0], device=self.lengths.device)
-        first = torch.empty_like(self.lengths)
-        return first.scatter_reduce_(0, self.trajectories.index, rows, "amin", include_self=False)
-
     def pack(self, column: Tensor, elsewhere: float = 0) -> Tensor:
         """(B, L) -> (T, W)."""
         packed = column.new_full((self.packed_shape[0] * self.packed_shape[1],), elsewhere)

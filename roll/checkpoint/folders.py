@@ -177,7 +177,16 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     try:
         partial.mkdir()
         yield partial
-        _replace(partial, final)
+        replaced = final.with_name(f".{final.name}{_REPLACED_SUFFIX}")
+        # A folder cannot be renamed over one that is not empty. A kill between the renames is undone by sweep().
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        # The rename itself is an entry of the parent: without this a power cut may undo it after the step has been
+        # reported.
+        flush_path(final.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -224,19 +233,6 @@ def sweep(parent: Path) -> None:
             logger.warning("removed %s: left by a run that was killed", partial)
     for lock in sorted(parent.glob(f".*{_LOCK_SUFFIX}")):
         _is_locked(lock, remove=True)
-
-
-def _replace(partial: Path, final: Path) -> None:
-    replaced = final.with_name(f".{final.name}{_REPLACED_SUFFIX}")
-    # A folder cannot be renamed over one that is not empty. A kill between the two renames is undone by sweep().
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    # The rename itself is an entry of the parent: without this a power cut may undo it after the step has been
-    # reported.
-    flush_path(final.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def _is_locked(lock: Path, remove: bool = False) -> bool:

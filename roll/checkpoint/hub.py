@@ -105,24 +105,21 @@ def model_card(trained: TrainedModel, form: str, repository: str, run: Path) -> 
         if value not in (None, ""):
             cell = str(value).replace("|", "\\|").replace("\n", " ")
             lines.append(f"| {name} | {cell} |")
-    curves = list(_curves(about, run))
+    metrics = run / str(about.get("log_dir", "logs")) / METRICS_NAME
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    present = list(dict.fromkeys(name for row in rows for name in row))
+    curves = []
+    for key in dict.fromkeys(key for panel in about.get("panels", ()) for key in panel["keys"]):
+        shape = re.compile(re.escape(key).replace(r"\*", "[^/]+"))
+        for metric in filter(shape.fullmatch, present):
+            points = [(row["step"], row[metric]) for row in rows if metric in row]
+            ends = [f"{value:.4g} (step {step})" for step, value in (points[0], points[-1])]
+            curves.append(f"| `{metric}` | {ends[0]} | {ends[1]} |")
     if curves:
         lines += ["", "## Curves", "", "| metric | first | last |", "|---|---|---|", *curves]
     if config:
         lines += ["", "## Training", "", "```bash", f"roll run {TRAINING_CONFIG}", "```"]
     return "\n".join([*lines, ""])
-
-
-def _curves(about: Mapping[str, Any], run: Path) -> Iterator[str]:
-    metrics = run / str(about.get("log_dir", "logs")) / METRICS_NAME
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    present = list(dict.fromkeys(name for row in rows for name in row))
-    for key in dict.fromkeys(key for panel in about.get("panels", ()) for key in panel["keys"]):
-        shape = re.compile(re.escape(key).replace(r"\*", "[^/]+"))
-        for name in filter(shape.fullmatch, present):
-            points = [(row["step"], row[name]) for row in rows if name in row]
-            ends = [f"{value:.4g} (step {step})" for step, value in (points[0], points[-1])]
-            yield f"| `{name}` | {ends[0]} | {ends[1]} |"
 
 
 def _data_files(section: Mapping[str, Any]) -> Iterator[str]:

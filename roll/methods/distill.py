@@ -141,13 +141,27 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
 
     def request(self, rows: Sequence[SftRow], batch: DataProto, models: Models, of_set: str) -> Completion:
         """The teacher's columns, computed for the rows that the cache does not have."""
-        keys, missing = list[bytes](), list(range(len(rows)))
+        config, keys, missing = self.config, list[bytes](), list(range(len(rows)))
         if self.cache is not None:
             for row, counted in zip(rows, batch.batch["response_mask"].numpy(), strict=True):
                 images: Sequence[str] = row.vision.image_keys if row.vision else ()
                 keys.append(row_key(np.asarray(row.input_ids), counted[: len(row.input_ids)], images))
             missing = [index for index, key in enumerate(keys) if key not in self.cache]
-        begun = self.begin(batch, missing, models) if missing else None
+        begun = None
+        if missing and models.frozen is None:
+            raise ValueError(
+                f"teacher_cache: {config.teacher_cache} lacks {len(missing)} of {len(batch)} rows of this step, "
+                "and there is no teacher to compute them; add the section teacher, or fill the cache with this data, "
+                "template and sequence_length"
+            )
+        if missing:
+            ask = Ask(
+                temperature=config.kd_temperature * config.teacher_temperature,
+                top=TopTokens(config.logits_topk, self.limit),
+                dtype=config.teacher_log_probs_dtype,
+            )
+            part = batch if len(missing) == len(batch) else batch[np.asarray(missing)]
+            begun = models.begin_frozen(part, ask)
 
         def complete() -> Metrics:
             with models.phase("teacher_forward"):
@@ -157,22 +171,6 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
             return {"student/cached_rows": Mean(len(batch) - len(missing), len(batch))}
 
         return complete
-
-    def begin(self, batch: DataProto, missing: Sequence[int], models: Models) -> Callable[[], TensorBatch]:
-        """Let the teacher compute the rows ``missing``."""
-        config = self.config
-        if models.frozen is None:
-            raise ValueError(
-                f"teacher_cache: {config.teacher_cache} lacks {len(missing)} of {len(batch)} rows of this step, "
-                "and there is no teacher to compute them; add the section teacher, or fill the cache with this data, "
-                "template and sequence_length"
-            )
-        ask = Ask(
-            temperature=config.kd_temperature * config.teacher_temperature,
-            top=TopTokens(config.logits_topk, self.limit),
-            dtype=config.teacher_log_probs_dtype,
-        )
-        return models.begin_frozen(batch if len(missing) == len(batch) else batch[np.asarray(missing)], ask)
 
     def add_columns(
         self, batch: DataProto, keys: list[bytes], missing: list[int], begun: Callable[[], TensorBatch] | None
@@ -246,10 +244,8 @@ class TeacherCache:
         self._passing: dict[bytes, RowTargets] = {}
         """Rows of the newest :meth:`put`, where nothing is written any more."""
         self._ended = False
-        if (self._folder / INDEX).is_file():
-            self._read_index()
-
-    def _read_index(self) -> None:
+        if not (self._folder / INDEX).is_file():
+            return
         index = json.loads((self._folder / INDEX).read_text(encoding="utf-8"))
         found = {"format": index.get("format"), **index.get("made_with", {})}
         wanted = {"format": FORMAT, **self._made_with}
@@ -258,8 +254,7 @@ class TeacherCache:
             said = ", ".join(f"{name} {found.get(name)!r}, not {wanted[name]!r}" for name in differing)
             rule = f"was made with {said}; name another folder, or remove this one"
             raise ConfigError([Problem("teacher_cache", str(self._folder), rule)])
-        for name in index["shards"]:
-            number = len(self._shards)
+        for number, name in enumerate(index["shards"]):
             self._shards.append(name)
             shard = self._shard(number)
             starts = shard.get_tensor("starts").tolist()

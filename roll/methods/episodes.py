@@ -76,7 +76,7 @@ class EpisodeMethod(PolicyMethod):
         tensors["sequence_tokens"] = columns["loss_mask"].sum(-1)[index]
         # A packed trajectory has no prompt: lengths are those of the rows that the model processes.
         of_trajectories = {name: metric for name, metric in metrics.items() if not name.startswith(LENGTHS_OF_ROWS)}
-        return of_trajectories | row_metrics(batch, layout) | role_metrics(trajectories)
+        return of_trajectories | layout_metrics(batch, trajectories, layout)
 
     def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Rewards (T,), normalised by moments of each role (and tag).
@@ -102,14 +102,10 @@ class EpisodeMethod(PolicyMethod):
         more = {"turn_ids": tensors["turn_ids"]}
         if "bootstrap_values" in tensors:
             more["bootstrap_values"] = tensors["bootstrap_values"]
-        if self._step_gamma is not None:
-            more |= {"state_ids": tensors["state_ids"], "step_returns": self._step_returns(batch, rewards)}
-        return more
-
-    def _step_returns(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-        """Discounted returns float32 (T, W) from the turn of each token on, normalised where the estimator demands it;
-        penalties for divergence and length are those in ``rewards``."""
-        tensors = batch.batch
+        if self._step_gamma is None:
+            return more
+        # Discounted returns from the turn of each token on, normalised where the estimator demands it; penalties for
+        # divergence and length are those in `rewards`.
         mask = tensors["response_mask"]
         turns = Turns.of(mask, tensors["turn_ids"])
         cost = token_level_rewards(self._penalised(tensors["scores"], mask.sum(-1)) - tensors["scores"], mask)
@@ -120,7 +116,7 @@ class EpisodeMethod(PolicyMethod):
             rows = turns.exists.nonzero()[:, 0]
             flat, _ = self._by_part(batch, returns[turns.exists], tensors["group_ids"][rows], rows)
             returns = torch.zeros_like(returns, dtype=flat.dtype).masked_scatter(turns.exists, flat)
-        return turns.spread(returns).float()
+        return more | {"state_ids": tensors["state_ids"], "step_returns": turns.spread(returns).float()}
 
     def _by_part(
         self,
@@ -152,7 +148,8 @@ def as_trajectories(batch: DataProto, layout: TrajectoryLayout) -> DataProto:
 
     Groups are split by role: rewards of other roles are no baseline.
     """
-    tensors, first = batch.batch, layout.first_rows
+    tensors, first = batch.batch, torch.empty_like(layout.lengths)
+    first.scatter_reduce_(0, layout.trajectories.index, torch.arange(len(batch)), "amin", include_self=False)
     objects = {name: batch.non_tensor_batch[name][first.numpy()] for name in ("domain", "finish_reason", "role")}
     roles, role = np.unique(objects["role"].astype(str), return_inverse=True)
     columns = {name: layout.pack(tensors[name]) for name in TOKEN_COLUMNS if name in tensors}
@@ -171,8 +168,9 @@ def as_trajectories(batch: DataProto, layout: TrajectoryLayout) -> DataProto:
     return DataProto.from_dict(columns, non_tensors=objects)
 
 
-def row_metrics(batch: DataProto, layout: TrajectoryLayout) -> Metrics:
-    """Lengths of the rows that the model processes, and numbers of rows and turns of trajectories."""
+def layout_metrics(batch: DataProto, trajectories: DataProto, layout: TrajectoryLayout) -> Metrics:
+    """Lengths of the rows that the model processes, numbers of rows and turns of trajectories, and, where agents have
+    roles, raw rewards by role."""
     tensors, metrics = batch.batch, MetricBuilder()
     mask, total = tensors["response_mask"], tensors["attention_mask"].sum(-1)
     # argmax is the first sampled token; a row without one is prompt to its end.
@@ -183,13 +181,8 @@ def row_metrics(batch: DataProto, layout: TrajectoryLayout) -> Metrics:
     turns = Turns.of(layout.mask, layout.pack(tensors["turn_ids"], -1)).exists.sum(-1)
     metrics.summary("trajectory/rows", layout.trajectories.counts)
     metrics.summary("trajectory/turns", turns)
-    return metrics.build()
-
-
-def role_metrics(trajectories: DataProto) -> Metrics:
-    """Raw rewards by role, where agents have roles."""
     roles, scores = trajectories.non_tensor_batch["role"], trajectories.batch["scores"]
-    metrics, scored = MetricBuilder(), ~scores.isnan()
+    scored = ~scores.isnan()
     for role in sorted({role for role in roles if role}):
         metrics.summary(f"role/{role}/score", scores.nan_to_num(), torch.from_numpy(roles == role) & scored)
     return metrics.build()

@@ -245,23 +245,20 @@ class DatasetResponses:
         self._sampled = SingleTurn()
 
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
-        if not is_off_policy(context.order, self._lmbda):
-            return await self._sampled.answer(prompt, context)
-        return await context.compute_rewards(Group(context.order, prompt, [self.response_of(context, prompt)]))
-
-    def response_of(self, context: RolloutContext, prompt: PromptRow) -> Sample:
-        """The row's response, whose log-probs are 0: nobody sampled it.
+        """Sample, or take the row's response, whose log-probs are 0: nobody sampled it.
 
         Raises:
             DataError: a row without one.
         """
+        if not is_off_policy(context.order, self._lmbda):
+            return await self._sampled.answer(prompt, context)
         source = SourceRow(Path(f"prompt {prompt.prompt_id}"), 0, prompt.row)
         _, text = read_demonstration(Columns.of(self._data_args, source), source)
         tokenizer = self._tokenizer
         # With the end token: a student that never sees one would learn not to stop.
         ids: Any = tokenizer(f"{text}{tokenizer.eos_token}", add_special_tokens=False)["input_ids"]
         kept = np.array(ids[: self._max_new_tokens], dtype=np.int32)
-        return Sample(
+        sample = Sample(
             prompt,
             prompt.token_ids,
             kept,
@@ -270,6 +267,7 @@ class DatasetResponses:
             "stop" if len(kept) == len(ids) else "length",
             str(tokenizer.decode(kept, skip_special_tokens=True)),
         )
+        return await context.compute_rewards(Group(context.order, prompt, [sample]))
 
 
 class TeacherPrompts:
@@ -289,11 +287,12 @@ class TeacherPrompts:
         Raises:
             DataError: a row lacks a column, has no user message, or has images.
         """
-        found = self._render([self._conversation(prompt) for prompt in prompts])
-        for rendered in found:
+        found = []
+        for rendered in self._render([self._conversation(prompt) for prompt in prompts]):
             if isinstance(rendered, DataError):
                 raise rendered
-        return [rendered.token_ids for rendered in found if not isinstance(rendered, DataError)]
+            found.append(rendered.token_ids)
+        return found
 
     def _conversation(self, prompt: PromptRow) -> Conversation:
         source = SourceRow(Path(f"prompt {prompt.prompt_id}"), 0, prompt.row)
@@ -311,15 +310,6 @@ class TeacherPrompts:
         messages[last] = {**messages[last], "content": text}
         return Conversation(source, prompt.tag, self._render.templates.with_system(messages))
 
-    def add_columns(self, batch: DataProto, groups: Sequence[SampleGroup]) -> None:
-        """Add :data:`TEACHER_PROMPTS` and :data:`PROMPT_LENGTHS` to the batch that was built of ``groups``."""
-        sizes = torch.tensor([len(group.members) for group in groups])
-        prompts = [torch.tensor(ids) for ids in self.token_ids([group.item for group in groups])]
-        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=-1)
-        lengths = torch.tensor([len(group.item.token_ids) for group in groups])
-        batch.batch[TEACHER_PROMPTS] = padded.repeat_interleave(sizes, 0)
-        batch.batch[PROMPT_LENGTHS] = lengths.repeat_interleave(sizes)
-
 
 class PromptRows:
     """Parts of the prompts' rows besides the prompts: responses, and prompts that teachers see."""
@@ -335,12 +325,17 @@ class PromptRows:
         if is_taught(config) and config.opd_teacher_prompt is not None:
             templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
             self._prompts = TeacherPrompts(config.opd_teacher_prompt, data_args, templates, tokenizer)
-        self.are_read = self.loop is not None or self._prompts is not None
 
     def add_columns(self, batch: DataProto, groups: Sequence[SampleGroup]) -> Metrics:
-        """Add the columns of teachers' prompts to the batch that was built of ``groups``."""
+        """Add the columns of teachers' prompts (:data:`TEACHER_PROMPTS`, :data:`PROMPT_LENGTHS`) to the batch that was
+        built of ``groups``."""
         if self._prompts is not None:
-            self._prompts.add_columns(batch, groups)
+            sizes = torch.tensor([len(group.members) for group in groups])
+            prompts = [torch.tensor(ids) for ids in self._prompts.token_ids([group.item for group in groups])]
+            padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=-1)
+            lengths = torch.tensor([len(group.item.token_ids) for group in groups])
+            batch.batch[TEACHER_PROMPTS] = padded.repeat_interleave(sizes, 0)
+            batch.batch[PROMPT_LENGTHS] = lengths.repeat_interleave(sizes)
         if self.loop is None:
             return {}
         sampled = [not is_off_policy(group.order, self._lmbda) for group in groups]

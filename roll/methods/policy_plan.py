@@ -104,16 +104,6 @@ class PolicyPlan(Plan):
         """True if other roles compute on the engines' devices, so that generation stops in the meantime."""
         return bool(self.roles["actor_infer"].colocated_with)
 
-    def run_ahead_sentence(self, what: str, unit: str) -> str:
-        """Say how far ``what`` may run ahead, in groups called ``unit``, how old samples may be, and which policy the
-        loss takes for theirs."""
-        ahead = RunAhead.of(self.async_generation_ratio, self.prompts_per_step, self.num_additional_prompts)
-        steps = "1 step" if self.async_generation_ratio == 1 else f"{self.async_generation_ratio:g} steps"
-        age = f"samples at most {count(ahead.max_lag, 'version')} of the weights old"
-        turns = "; stopped while others have its devices" if self.engines_take_turns else ""
-        old = "; ratios against the engine's log-probs" if self.engine_log_probs_as_old else ""
-        return f"{what} up to {steps}: {count(ahead.capacity, unit)} in flight or waiting at a time; {age}{turns}{old}"
-
 
 class PolicyDefinition(PipelineDefinition[C, P]):
     """Common parts of the pipelines whose policy learns from its own samples."""
@@ -167,7 +157,16 @@ class PolicyDefinition(PipelineDefinition[C, P]):
         }
         needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
         facts = [("passes", f"{needed} (in addition to generation and training)")]
-        return [*facts, ("ahead", plan.run_ahead_sentence(what, unit))] if plan.is_async else facts
+        if plan.is_async:
+            ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
+            steps = "1 step" if plan.async_generation_ratio == 1 else f"{plan.async_generation_ratio:g} steps"
+            sentence = f"{what} up to {steps}: {count(ahead.capacity, unit)} in flight or waiting at a time"
+            sentence += f"; samples at most {count(ahead.max_lag, 'version')} of the weights old"
+            sentence += "; stopped while others have its devices" if plan.engines_take_turns else ""
+            # Which policy the loss takes for that of the samples.
+            sentence += "; ratios against the engine's log-probs" if plan.engine_log_probs_as_old else ""
+            facts.append(("ahead", sentence))
+        return facts
 
     def running_requests(self, config: C) -> int:
         return config.max_running_requests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import cycle, groupby, pairwise
 from math import ceil
 from pathlib import Path
@@ -16,10 +16,10 @@ from rich.text import Text
 
 from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments
-from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDataset, SftRow
+from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftRow
 from roll.datasets.columns import Columns
 from roll.datasets.forms import form_of
-from roll.datasets.preferences import JudgedDataset, JudgedRow
+from roll.datasets.preferences import JudgedRow
 from roll.datasets.reading import SourceRow, data_files, first_row
 from roll.pipelines.files import load_tokenizer
 
@@ -66,26 +66,19 @@ def inspect_data(
             domains = dataset.by_domain()
         for domain, rows in domains.items():
             console.print(histogram(domain, rows.lengths, one.limit))
-        for row in rows_shown(dataset, num_rows, row_id):
-            found += 1
+        if row_id is None:
+            shown = [row for rows in domains.values() for row in rows[:num_rows]]
+        else:
+            shown = [dataset[i] for i, name in enumerate(dataset.ids) if name == row_id]
+        found += len(shown)
+        for row in shown:
             console.print(Group(header(row), painter(row, one.data_args), Text()))
     if row_id is not None and not found:
         raise DataError(f"no row has the id {row_id!r}")
     console.print(Text.assemble(*((f" {name} ", style) for name, style in STYLES.items())))
 
 
-AnyDataset = PromptDataset | SftDataset | JudgedDataset
 AnyRow = PromptRow | SftRow | JudgedRow
-
-
-def rows_shown(dataset: AnyDataset, num_rows: int, row_id: str | None) -> Iterator[AnyRow]:
-    if row_id is not None:
-        yield from (dataset[i] for i, name in enumerate(dataset.ids) if name == row_id)
-    elif isinstance(dataset, PromptDataset):
-        for rows in dataset.by_domain().values():
-            yield from rows[:num_rows]
-    else:
-        yield from dataset[:num_rows]
 
 
 def counts_table(counts: LoadCounts) -> Table:

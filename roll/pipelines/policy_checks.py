@@ -250,25 +250,11 @@ def check_async(config: PolicyConfig, checks: Checks) -> None:
     """Needs of generation that runs concurrently with training, and what it means for the algorithm."""
     if checks.broken(KEY) or not is_async(config):
         return
-    check_engine_devices(config, checks)
-    if traits(config.estimator).needs_greedy:
-        rule = f"must be 0 with estimator {config.estimator.name}: its greedy answers need the engines between steps"
-        checks.add(KEY, config.async_generation_ratio, rule, 0)
-    if trainer_is_old(config) and not config.train_infer_correction and not engine_log_probs_as_old(config):
-        text = (
-            "samples come from older weights, which nothing corrects for: ratios are taken against the trainer before "
-        )
-        checks.note(KEY, text + "the update; train_infer_correction: decoupled weighs them against the engine")
-
-
-def check_engine_devices(config: PolicyConfig, checks: Checks) -> None:
-    """Engines that finish all they begin have their devices to themselves; only partial rollout takes turns."""
     key, engines = "actor_infer.device_mapping", config.actor_infer
-    if checks.broken(key) or config.partial_rollout:
-        return
     others = {name: role for name, role in checks.pipeline.started(config).items() if name != "actor_infer"}
     sharing = [name for name, role in others.items() if shares_devices(engines, role)]
-    if sharing:
+    # Engines that finish all they begin have their devices to themselves; only partial rollout takes turns.
+    if sharing and not config.partial_rollout and not checks.broken(key):
         taken = {device for role in others.values() for device in role.device_mapping or ()}
         # Among so many ids there are always enough free ones.
         free = [device for device in range(len(taken) + len(engines.device_mapping or ())) if device not in taken]
@@ -277,6 +263,14 @@ def check_engine_devices(config: PolicyConfig, checks: Checks) -> None:
             "partial_rollout: false engines generate while they compute (partial_rollout: true lets them take turns)"
         )
         checks.add(key, engines.device_mapping, rule, free[: len(engines.device_mapping or ())])
+    if traits(config.estimator).needs_greedy:
+        rule = f"must be 0 with estimator {config.estimator.name}: its greedy answers need the engines between steps"
+        checks.add(KEY, config.async_generation_ratio, rule, 0)
+    if trainer_is_old(config) and not config.train_infer_correction and not engine_log_probs_as_old(config):
+        text = (
+            "samples come from older weights, which nothing corrects for: ratios are taken against the trainer before "
+        )
+        checks.note(KEY, text + "the update; train_infer_correction: decoupled weighs them against the engine")
 
 
 def check_weight_sync(config: PolicyConfig, checks: Checks) -> None:

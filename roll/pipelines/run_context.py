@@ -60,7 +60,8 @@ class PhaseTimer:
         self._seconds: dict[str, float] = {}
         self._bytes: dict[str, float] = {}
         self._open: list[str] = []
-        self._spans: list[tuple[str, float, float]] = []
+        # Name, begin and end (seconds since the epoch) of every phase that has ended, until they are taken out.
+        self.spans: list[tuple[str, float, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -68,16 +69,14 @@ class PhaseTimer:
         # Two clocks: durations must not jump with the wall clock, spans are compared with those of other processes.
         # Begun before the measurement, which workers answer when they have done what was begun before the phase.
         start, began = time.perf_counter(), time.time()
-        if self._peak_memory is not None:
-            self._credit_memory(self._peak_memory())
+        self._credit_memory()
         self._open.append(name)
         try:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            self._spans.append((name, began, time.time()))
-            if self._peak_memory is not None:
-                self._credit_memory(self._peak_memory())
+            self.spans.append((name, began, time.time()))
+            self._credit_memory()
             self._open.pop()
 
     def pop(self) -> dict[str, float]:
@@ -86,13 +85,9 @@ class PhaseTimer:
         self._seconds, self._bytes = {}, {}
         return metrics
 
-    def pop_spans(self) -> list[tuple[str, float, float]]:
-        """Name, begin and end (seconds since the epoch) of every phase that has ended since the last call."""
-        spans, self._spans = self._spans, []
-        return spans
-
-    def _credit_memory(self, peak: Mapping[str, float]) -> None:
+    def _credit_memory(self) -> None:
         """The peak since the last reading belongs to every phase open since then."""
+        peak: Mapping[str, float] = {} if self._peak_memory is None else self._peak_memory()
         for name, value in peak.items():
             for phase in self._open:
                 key = f"memory/{phase}/{name}"
@@ -179,8 +174,7 @@ class RunContext(RunLifetime):
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as ``time/<name>``; in steps that measure the memory of all workers, their work as well."""
         # Polled at phases: no thread of the driver waits until the ranks have written a checkpoint.
-        if self._checkpoints.pending is not None:
-            self._checkpoints.publish_if_written()
+        self._checkpoints.publish_if_written()
         compares = self.measures_workers
         with self._timer.phase(name):
             before = self._ask_workers(Worker.effort_seconds, 2) if compares else {}
@@ -239,7 +233,7 @@ class RunContext(RunLifetime):
         self._callbacks.call("on_step", step, seen)
 
     def _record_phases(self, step: int) -> None:
-        spans = self._timer.pop_spans()
+        spans, self._timer.spans = self._timer.spans, []
         if spans:
             self._timeline.append(step, min(begin for _, begin, _ in spans), time.time(), spans)
 

@@ -34,7 +34,7 @@ from roll.pipelines.run_checkpoints import RunCheckpoints
 from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol.metrics import Metrics
 from roll.report.page import report_command, write_report
-from roll.report.run_files import RunFiles
+from roll.report.run_files import describe_run
 from roll.tracking import ENDING_LOGGER, LOG_NAME, TrackedRun, build_trackers, setup_logging
 from roll.tracking.callbacks import Callbacks
 from roll.tracking.run_record import MAX_BYTES, RECORD_FOLDER, SAMPLES_NAME, TIMELINE_NAME, SampleLog, TimelineLog
@@ -86,7 +86,7 @@ class RunLifetime:
         self._checkpoints = RunCheckpoints(self.config, self.plan, record, self._published)
         self._resume = self._checkpoints.resume
         # Says where the files are, and with `outcome` how the run has ended.
-        self._describe = RunFiles(loaded, resumed=self._resume is not None).write
+        self._describe = partial(describe_run, loaded, time.time(), self._resume is not None)
         self._reported = False
         self._callbacks = Callbacks(loaded.callbacks)
 
@@ -189,7 +189,12 @@ class RunLifetime:
         steps = "training had not begun" if reached is None else f"{reached} of {self._total_steps} steps are done"
         if newest is None:
             return f"{steps}; there is no checkpoint of this run"
-        return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
+        words = [str(self.plan.output_dir / RESOLVED_CONFIG)]
+        if self._loaded.written is None:  # else of a dictionary, which no command line names
+            kept = [one for one in self._loaded.overrides if not one.lstrip("+").startswith("resume_from_checkpoint=")]
+            words = [str(self._loaded.source), *kept]
+        command = masked_text(shlex.join(["roll", "run", *words, "resume_from_checkpoint=true"]))
+        return f"{steps}; newest checkpoint: {newest}\nto go on: {command}"
 
     def _newest_checkpoint(self) -> Path | None:
         places = self._checkpoints.places(self._interruption.saved_steps)
@@ -306,12 +311,3 @@ class Interruption:
     def _give_up(self, number: signal.Signals) -> None:
         self._is_over = True
         ending.raise_in_main(Interrupted(number))
-
-
-def command_to_go_on(loaded: LoadedConfig[Any]) -> str:
-    if loaded.written is not None:  # of a dictionary, which no command line names
-        words = [str(loaded.plan.output_dir / RESOLVED_CONFIG)]
-    else:
-        kept = [word for word in loaded.overrides if not word.lstrip("+").startswith("resume_from_checkpoint=")]
-        words = [str(loaded.source), *kept]
-    return masked_text(shlex.join(["roll", "run", *words, "resume_from_checkpoint=true"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -280,7 +280,13 @@ class DataProto:
         Raises:
             KeyError: no such column.
         """
-        groups = joining.row_groups(self._group_values(key))
+        if key in self.non_tensor_batch:
+            values = self.non_tensor_batch[key].tolist()
+        elif key in self._batch and self._batch.peek(key).dim() == 1:
+            values = self._batch.peek(key).tolist()
+        else:
+            raise KeyError(f"no column {key!r} to group by; there are {[*self.non_tensor_batch, *self._batch]}")
+        groups = joining.row_groups(values)
         # One copy of all rows, of which the groups are slices: one index_select a column, not one a column and group.
         ordered = self._take(np.concatenate([*groups.values(), np.empty(0, np.int64)]))
         bounds = accumulate(map(len, groups.values()), initial=0)
@@ -379,13 +385,6 @@ class DataProto:
         peeked = {key: self._batch.peek(key) for key in self._batch}
         tensors: dict[str, Column] = {k: c.index_select(0, index.to(c.device)) for k, c in peeked.items()}
         return self._build(tensors, {k: values[rows] for k, values in self.non_tensor_batch.items()}, self.meta_info)
-
-    def _group_values(self, key: str) -> list[Hashable]:
-        if key in self.non_tensor_batch:
-            return self.non_tensor_batch[key].tolist()
-        if key in self._batch and self._batch.peek(key).dim() == 1:
-            return self._batch.peek(key).tolist()
-        raise KeyError(f"no column {key!r} to group by; there are {[*self.non_tensor_batch, *self._batch]}")
 
 
 def _rebuild(columns: dict[str, Column], objects: dict[str, list[Any]], meta_info: dict[str, Any]) -> DataProto:

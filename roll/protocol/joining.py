@@ -24,7 +24,17 @@ def same_value(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and _same_tensor(left, right)
+        if not isinstance(right, torch.Tensor) or left.device != right.device:
+            return False
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        # Equal bits first: the slower comparison below is for 0.0 and -0.0, and for NaNs of different bits.
+        if torch.equal(flat_view(left).view(torch.uint8), flat_view(right).view(torch.uint8)):
+            return True
+        if not (left.is_floating_point() or left.is_complex()):
+            return False
+        wide = torch.complex128 if left.is_complex() else torch.float64
+        return torch.allclose(left.to(wide), right.to(wide), rtol=0, atol=0, equal_nan=True)
     if type(left) is not type(right):
         return False
     if isinstance(left, np.ndarray):
@@ -40,18 +50,6 @@ def same_value(left: Any, right: Any) -> bool:
     if isinstance(left, float) and left != left:
         return bool(right != right)
     return bool(left == right)
-
-
-def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape or left.device != right.device:
-        return False
-    # Equal bits first: the slower comparison below is for 0.0 and -0.0, and for NaNs of different bits.
-    if torch.equal(flat_view(left).view(torch.uint8), flat_view(right).view(torch.uint8)):
-        return True
-    if not (left.is_floating_point() or left.is_complex()):
-        return False
-    wide = torch.complex128 if left.is_complex() else torch.float64
-    return torch.allclose(left.to(wide), right.to(wide), rtol=0, atol=0, equal_nan=True)
 
 
 METRICS = "metrics"  # the ``meta_info`` key whose values (``roll.protocol.metrics.Metrics``) are merged, not compared
@@ -75,7 +73,17 @@ def concat(
         key: _concat_column(key, [one.peek(key) for one in columns], fill.get(key, 0)) for key in first[0]
     }
     joined = {key: np.concatenate([one[key] for one in objects]) for key in first[1]}
-    return tensors, joined, _concat_meta(metas)
+    meta_info: dict[str, Any] = {}
+    for number, meta in enumerate(metas):
+        for key, value in meta.items():
+            if key != METRICS and not same_value(meta_info.setdefault(key, value), value):
+                raise ValueError(
+                    f"meta_info[{key!r}] is {meta_info[key]!r} in one batch of a concat and {value!r} in number "
+                    f"{number}: make them equal, or drop it by select(meta_info_keys=[...])"
+                )
+    if metrics := [meta[METRICS] for meta in metas if METRICS in meta]:
+        meta_info[METRICS] = merge_metrics(metrics)
+    return tensors, joined, meta_info
 
 
 def _concat_column(key: str, tensors: list[torch.Tensor], fill: float) -> torch.Tensor:
@@ -99,23 +107,6 @@ def _concat_column(key: str, tensors: list[torch.Tensor], fill: float) -> torch.
     for tensor in tensors:
         joined[row : row + len(tensor), : tensor.shape[1]] = tensor
         row += len(tensor)
-    return joined
-
-
-def _concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    joined: dict[str, Any] = {}
-    for number, meta in enumerate(metas):
-        for key, value in meta.items():
-            if key == METRICS:
-                continue
-            if key in joined and not same_value(joined[key], value):
-                raise ValueError(
-                    f"meta_info[{key!r}] is {joined[key]!r} in one batch of a concat and {value!r} in number {number}: "
-                    f"make them equal, or drop it by select(meta_info_keys=[...])"
-                )
-            joined.setdefault(key, value)
-    if metrics := [meta[METRICS] for meta in metas if METRICS in meta]:
-        joined[METRICS] = merge_metrics(metrics)
     return joined
 
 

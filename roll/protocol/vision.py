@@ -271,8 +271,3 @@ def patches_of(image: Seen, processing: ImageProcessing) -> torch.Tensor:
     """Patches of one image or video, float32 (patches, patch_dim); not to be written to. Raises ``ImageError``: an
     image that cannot be decoded."""
     return _PATCHES.get(image, processing)
-
-
-def num_processed() -> int:
-    """Images and videos that this process has cut into patches."""
-    return _PATCHES.num_processed

@@ -249,8 +249,13 @@ def straggler(facts: Facts) -> Finding | None:
     step = median(facts.values("time/step_total") or [0.0])
     found: list[tuple[float, Finding]] = []
     measured: set[str] = set()
+    seconds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
+    for name, values in facts.matching(r"time/[^/]+/.+/rank_\d+").items():
+        _, phase, rest = name.split("/", 2)
+        role, _, rank = rest.rpartition("/rank_")
+        seconds[phase, role][int(rank)] = values
     remedy = "look at that host and process: other jobs, threads, preparation of data, its log and timeline"
-    for (phase, role), ranks in _process_seconds(facts).items():
+    for (phase, role), ranks in seconds.items():
         measured.add(role)
         rows = [dict(zip(ranks, row, strict=True)) for row in zip(*ranks.values(), strict=False)][1:]
         seen = f"worked or was held up in {phase} for {{own:.2f}} s"
@@ -263,16 +268,6 @@ def straggler(facts: Facts) -> Finding | None:
         if role not in measured:
             found += _slow_rank(role, rows, 0.2 * step, "busy {own:.2f} s a step", f"steps of {step:.2f} s", remedy)
     return max(found, key=lambda pair: pair[0])[1] if found else None
-
-
-def _process_seconds(facts: Facts) -> dict[tuple[str, str], dict[int, list[float]]]:
-    """Seconds in which each rank worked or was kept from working, by phase and role."""
-    seconds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
-    for name, values in facts.matching(r"time/[^/]+/.+/rank_\d+").items():
-        _, phase, rest = name.split("/", 2)
-        role, _, rank = rest.rpartition("/rank_")
-        seconds[phase, role][int(rank)] = values
-    return seconds
 
 
 def _slow_rank(

@@ -63,9 +63,12 @@ def tokeniser(facts: Facts) -> Finding | None:
     changed = [prompt for _, _, prompt in facts.prompts if prompt.get("decoded") is not None]
     evidence = []
     if facts.prompts and len(changed) > 0.05 * len(facts.prompts):
-        first = changed[0]
         evidence.append(f"{len(changed)} of {len(facts.prompts)} prompts do not survive the tokenizer")
-        evidence.append(f"written: {_difference(str(first.get('text', '')), str(first['decoded']))}")
+        written, read = str(changed[0].get("text", "")), str(changed[0]["decoded"])
+        letters = enumerate(zip(written, read, strict=False))
+        place = next((i for i, (a, b) in letters if a != b), min(len(written), len(read)))
+        around = slice(max(0, place - 20), place + 30)
+        evidence.append(f"written: {written[around]!r}; read back: {read[around]!r}")
     changed_ids = sum(facts.values("agent/retokenized_tokens"))
     if changed_ids:
         evidence.append(f"{changed_ids:.0f} trained tokens have another id than the one that was sampled")
@@ -273,11 +276,3 @@ def _first_wrong_token(facts: Facts) -> list[str]:
                 piece = sample.pieces[place] if place < len(sample.pieces) else ""
                 return [f"step {sample.step}: first at token {place} ({piece!r}), by {difference / 1e5:.3g}"]
     return []
-
-
-def _difference(written: str, read: str) -> str:
-    place = next(
-        (i for i, (a, b) in enumerate(zip(written, read, strict=False)) if a != b), min(len(written), len(read))
-    )
-    begin = max(0, place - 20)
-    return f"{written[begin : place + 30]!r}; read back: {read[begin : place + 30]!r}"

@@ -43,12 +43,6 @@ MAX_CALLS = 200_000  # spans of workers on the timeline; of longer runs the last
 def write_page(runs: Sequence[Run], file: Path, max_samples: int = MAX_SAMPLES) -> int:
     """Write the report of one or more runs, whole or not at all; the number of samples in it. ``max_samples``: of all
     runs together. Of more, whole steps are left out, evenly over each run, and the page says so."""
-    with atomic_file(file) as part, part.open("w", encoding="utf-8", errors="replace") as out:
-        count = _write(out, runs, max_samples)
-    return count
-
-
-def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
     static = resources.files("roll.report") / "static"
     script, style = ((static / name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
     labels = run_labels(runs)
@@ -60,29 +54,31 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     title = html.escape(", ".join(labels))
-    out.write(
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title} - report</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        '<div id="app"><p>Opening the report needs a browser with scripts switched on.</p></div>\n'
-    )
     about = []
     count = 0
-    for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        index = _Index()
-        for block, payload in enumerate(_thinned(run, index, max_samples // len(runs))):
-            _data(out, f"s{number}-{block}", payload)
-        _json(out, f"i{number}", index.columns())
-        # Small copies of the images of prompts by name, PNG in base64.
-        _json(out, f"p{number}", {name: data for one in run.blocks() for name, data in one.get("images", {}).items()})
-        _json(out, f"m{number}", metric_columns(run))
-        _json(out, f"t{number}", _timeline(run))
-        about.append(_about(run, label) | {"samples": index.size, "left_out": index.left_out})
-        count += index.size
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    _json(out, "about", {"runs": about, "version": __version__, "made": made})
-    out.write(f"<script>{script}</script>\n</body>\n</html>\n")
+    with atomic_file(file) as part, part.open("w", encoding="utf-8", errors="replace") as out:
+        out.write(
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{title} - report</title>\n<style>{style}</style>\n</head>\n<body>\n"
+            '<div id="app"><p>Opening the report needs a browser with scripts switched on.</p></div>\n'
+        )
+        for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
+            index = _Index()
+            for block, payload in enumerate(_thinned(run, index, max_samples // len(runs))):
+                _data(out, f"s{number}-{block}", payload)
+            _json(out, f"i{number}", index.columns())
+            # Small copies of the images of prompts by name, PNG in base64.
+            images = {name: data for one in run.blocks() for name, data in one.get("images", {}).items()}
+            _json(out, f"p{number}", images)
+            _json(out, f"m{number}", metric_columns(run))
+            _json(out, f"t{number}", _timeline(run))
+            about.append(_about(run, label) | {"samples": index.size, "left_out": index.left_out})
+            count += index.size
+        made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        _json(out, "about", {"runs": about, "version": __version__, "made": made})
+        out.write(f"<script>{script}</script>\n</body>\n</html>\n")
     return count
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,36 +40,27 @@ REPORT_NAME = "report.html"
 WORKERS_FOLDER = "workers"
 
 
-@dataclass
-class RunFiles:
-    """``record/run.json`` of a run in progress."""
-
-    loaded: LoadedConfig[Any]
-    resumed: bool = False
-    began: float = field(default_factory=time.time)
-
-    def write(self, outcome: str | None = None) -> None:
-        """Replace the file; ``outcome``: how the run has ended."""
-        plan, pipeline = self.loaded.plan, self.loaded.pipeline
-        path = plan.output_dir / RECORD_FOLDER / ABOUT_NAME
-        began = self.began
-        if self.resumed and path.is_file():
-            began = min(began, _began(_read_json(path)) or began)
-        about = {
-            "exp_name": plan.exp_name,
-            "pipeline": pipeline.name,
-            "log_dir": os.path.relpath(plan.log_dir, plan.output_dir),
-            "began": began,
-            "ended": None if outcome is None else time.time(),
-            "outcome": None if outcome is None else masked_text(outcome)[:4000],
-            "panels": [asdict(panel) for panel in pipeline.panels],
-            "defaults": masked(defaults_in_force(self.loaded)),
-        }
-        try:
-            with atomic_file(path) as part:
-                part.write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
-        except OSError as error:
-            logger.error("%s was not written; the report will not know how the run ended: %s", path, error)
+def describe_run(loaded: LoadedConfig[Any], began: float, resumed: bool, outcome: str | None = None) -> None:
+    """Write ``record/run.json`` of a run in progress; ``outcome``: how it has ended."""
+    plan, pipeline = loaded.plan, loaded.pipeline
+    path = plan.output_dir / RECORD_FOLDER / ABOUT_NAME
+    if resumed and path.is_file():
+        began = min(began, _began(_read_json(path)) or began)
+    about = {
+        "exp_name": plan.exp_name,
+        "pipeline": pipeline.name,
+        "log_dir": os.path.relpath(plan.log_dir, plan.output_dir),
+        "began": began,
+        "ended": None if outcome is None else time.time(),
+        "outcome": None if outcome is None else masked_text(outcome)[:4000],
+        "panels": [asdict(panel) for panel in pipeline.panels],
+        "defaults": masked(defaults_in_force(loaded)),
+    }
+    try:
+        with atomic_file(path) as part:
+            part.write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
+    except OSError as error:
+        logger.error("%s was not written; the report will not know how the run ended: %s", path, error)
 
 
 @dataclass(frozen=True)

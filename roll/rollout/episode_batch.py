@@ -43,12 +43,6 @@ class _Row(Row[Call]):
     source: Episode
     score: float
 
-    @property
-    def end(self) -> int:
-        """The position after the last trained token."""
-        ends = accumulate(len(one.new_ids) + len(one.response_ids) for one in self.responses)
-        return max(compress(ends, self.is_trained))
-
 
 def build_episode_batch(
     groups: Sequence[EpisodeGroup],
@@ -160,7 +154,9 @@ def _left_at(rows: Sequence[_Row]) -> NDArray[np.int64]:
             last[row.trajectory] = max(last.get(row.trajectory, (-1, -1)), (row.trained[-1].index, place))
     left_at = np.full(len(rows), -1)
     for _, place in last.values():
-        left_at[place] = rows[place].end
+        row = rows[place]
+        ends = accumulate(len(one.new_ids) + len(one.response_ids) for one in row.responses)
+        left_at[place] = max(compress(ends, row.is_trained))
     return left_at
 
 

@@ -88,21 +88,32 @@ class AsyncScheduler:
         self._engines.resubmit(recalled)
         await self._engines.resume()
         self._absorb(self.flow.take())
-        await self._drop_stale(step)
+        # What is too old for this step, and so for all after it, is given up.
+        stale = [order for order, (_, version) in self._ready.items() if self.ahead.is_too_old(version, step)]
+        for order in stale:
+            del self._ready[order]
+        in_flight = self.flow.in_flight.values()
+        unfinished = [context.order for context in in_flight if self.ahead.is_too_old(context.oldest, step)]
+        await self.flow.abort(unfinished)
+        self.ledger.stale += len(stale) + len(unfinished)
         self._may_begin = True
         self._fill()
         await self._wait_until(lambda: self._can_take(step))
-        groups = self._take(step)
+        # Oldest first: `RunAhead.can_be_taken` counts on it when it promises that no held group becomes too old.
+        by_age = sorted(self._ready, key=lambda order: (self._ready[order][1], order))
+        taken = [self._ready.pop(order) for order in sorted(by_age[: self.ahead.prompts_per_step])]
+        assert not any(self.ahead.is_too_old(version, step) for _, version in taken), "stale groups must have left"
+        self.ledger.trained += len(taken)
         # They keep their room until the next exchange: groups begun in their place would still have these weights, and
         # be a step older when trained (arXiv 2505.24298, eq. 3).
-        self._taken_at_version += len(groups)
+        self._taken_at_version += len(taken)
         self._rejections = Rejections(self._rejections.key)
         if self.takes_turns:
             await self._take_back()
         else:
             self._fill()
             await self._engines.dispatched()  # the driver may compute for a while before the loop runs again
-        return groups
+        return [group for group, _ in taken]
 
     async def pause(self) -> None:
         """Leave the engines without a turn in flight, for an exchange of weights; they begin again in
@@ -179,25 +190,6 @@ class AsyncScheduler:
         ready = Counter(version for _, version in self._ready.values())
         unfinished = Counter(context.oldest for context in self.flow.in_flight.values())
         return self.ahead.can_be_taken(step, ready, unfinished)
-
-    def _take(self, step: int) -> list[AnyGroup]:
-        """The groups of a step, those with the oldest tokens first chosen, in the order in which they were drawn."""
-        # Oldest first: `RunAhead.can_be_taken` counts on it when it promises that no held group becomes too old.
-        by_age = sorted(self._ready, key=lambda order: (self._ready[order][1], order))
-        groups = [self._ready.pop(order) for order in sorted(by_age[: self.ahead.prompts_per_step])]
-        assert not any(self.ahead.is_too_old(version, step) for _, version in groups), "stale groups must have left"
-        self.ledger.trained += len(groups)
-        return [group for group, _ in groups]
-
-    async def _drop_stale(self, step: int) -> None:
-        """Give up what is too old for ``step`` and for all steps after it."""
-        stale = [order for order, (_, version) in self._ready.items() if self.ahead.is_too_old(version, step)]
-        for order in stale:
-            del self._ready[order]
-        in_flight = self.flow.in_flight.values()
-        unfinished = [context.order for context in in_flight if self.ahead.is_too_old(context.oldest, step)]
-        await self.flow.abort(unfinished)
-        self.ledger.stale += len(stale) + len(unfinished)
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -127,17 +127,7 @@ class ProgressReporter:
         self._last = now
         self._done = done
         pace = f"{self._durations[-1]:.2f}s a step  {format_seconds(self.seconds_left())} left"
-        numbers = self._numbers(metrics)
-        logger.info("step %d/%d  %s", self._done, self._total, "  ".join((*numbers, pace)))
-        if self._bar is not None:
-            self._bar.show(self._done, pace, "  ".join(numbers))
-
-    def seconds_left(self) -> float:
-        """Expected time of the steps to come; 0 before the first step."""
-        return sum(self._durations) / max(1, len(self._durations)) * max(self._total - self._done, 0)
-
-    def _numbers(self, metrics: Mapping[str, float]) -> list[str]:
-        parts = [
+        numbers = [
             f"{headline.label} {headline.format.format(metrics[headline.key])}"
             for headline in self._headlines
             if headline.key in metrics
@@ -148,8 +138,14 @@ class ProgressReporter:
             if name.startswith("time/") and name.count("/") == 1 and name not in TOTALS
         ]
         if phases:
-            parts.append(f"({', '.join(phases)})")
-        return parts
+            numbers.append(f"({', '.join(phases)})")
+        logger.info("step %d/%d  %s", self._done, self._total, "  ".join((*numbers, pace)))
+        if self._bar is not None:
+            self._bar.show(self._done, pace, "  ".join(numbers))
+
+    def seconds_left(self) -> float:
+        """Expected time of the steps to come; 0 before the first step."""
+        return sum(self._durations) / max(1, len(self._durations)) * max(self._total - self._done, 0)
 
 
 class _Bar(Live):

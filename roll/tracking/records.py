@@ -157,8 +157,14 @@ class JsonLines:
 
     def __init__(self, path: Path, resume_step: float | None, max_bytes: float = math.inf) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _cut(path, resume_step)
+        if path.exists() and resume_step is None:
+            path.replace(path.with_name(f"{path.name}.previous"))
+        elif path.exists():
+            with atomic_file(path) as kept, open(kept, "w", encoding="utf-8") as file:
+                rows = (row for row in read_rows(path) if row["step"] <= resume_step)
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
         self._path, self._max_bytes = path, max_bytes
         self._file: IO[bytes] | None = None
         self._torn = False
@@ -236,18 +242,6 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
             else:
                 logger.warning("%s: line %d is no row of a step and left out", path, number)
-
-
-def _cut(path: Path, resume_step: float | None) -> None:
-    """Keep the rows of a file up to ``resume_step``; None: set the whole file aside for a new run."""
-    if resume_step is None:
-        path.replace(path.with_name(f"{path.name}.previous"))
-        return
-    with atomic_file(path) as kept, open(kept, "w", encoding="utf-8") as file:
-        rows = (row for row in read_rows(path) if row["step"] <= resume_step)
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class StdoutTracker(Tracker):

@@ -18,6 +18,8 @@ from roll.tracking.services import MlflowTracker, PrometheusTracker, SwanLabTrac
 
 _MAX_SAMPLES = 16
 """Rows shown of a sample table: TensorBoard's text view is for a look, the run's own files hold them all."""
+# No text may end its cell or row, or start markup.
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "&#124;", "\n": "<br>"})
 
 
 class TensorBoardTracker(Tracker):
@@ -43,7 +45,14 @@ class TensorBoardTracker(Tracker):
         self._add([{"tag": name, "simple_value": value} for name, value in metrics.items()], step)
 
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        text = _markdown_table(rows[:_MAX_SAMPLES]).encode()
+        lines = []
+        if rows:
+            lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+        for row in rows[:_MAX_SAMPLES]:
+            values = [row.get(column) for column in rows[0]]
+            cells = [f"{value:.4g}" if isinstance(value, float) else str(value).translate(_ESCAPES) for value in values]
+            lines.append(f"| {' | '.join(cells)} |")
+        text = "\n".join(lines).encode()
         tensor = {"dtype": "DT_STRING", "string_val": [text], "tensor_shape": {"dim": [{"size": 1}]}}
         metadata = {"plugin_data": {"plugin_name": "text"}}
         self._add([{"tag": f"samples/{name}/text_summary", "metadata": metadata, "tensor": tensor}], step)
@@ -55,22 +64,6 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary={"value": values}))
-
-
-# No text may end its cell or row, or start markup.
-_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "&#124;", "\n": "<br>"})
-
-
-def _markdown_table(rows: SampleTable) -> str:
-    if not rows:
-        return ""
-    columns = list(rows[0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    for row in rows:
-        values = [row.get(column) for column in columns]
-        cells = [f"{value:.4g}" if isinstance(value, float) else str(value).translate(_ESCAPES) for value in values]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 _ONLINE_OPTIONS = frozenset({"log_dir", "project", "name", "notes", "tags", "group", "mode"})

@@ -29,7 +29,7 @@ from roll.datasets.vision_model import VisionModel, load_video_processing
 from roll.pipelines.rlvr.data import seen_by_engine
 from roll.protocol.images import EncodedImage
 from roll.protocol.video import EngineTime, VideoProcessing
-from roll.protocol.vision import VisionInputs, num_processed, vision_inputs
+from roll.protocol.vision import _PATCHES, VisionInputs, vision_inputs
 from tests import vision_models
 from tests.datasets.conftest import Write
 
@@ -370,8 +370,8 @@ def test_a_group_carries_its_frames_once_and_they_are_cut_once() -> None:
     buffers: list[pickle.PickleBuffer] = []
     rows = pickle.loads(pickle.dumps([vision] * 8, protocol=5, buffer_callback=buffers.append), buffers=buffers)
     assert sum(len(one.raw()) for one in buffers) < 1.1 * sum(len(one.data) for one in vision.pictures)
-    before = num_processed()
+    before = _PATCHES.num_processed
     for one in (vision, *rows, VisionInputs.from_plain(from_json(to_json(vision.to_plain())))):
         assert torch.equal(one.pixel_values(), vision.pixel_values())
         assert one.image_keys == vision.image_keys
-    assert num_processed() == before + 2
+    assert _PATCHES.num_processed == before + 2

@@ -42,7 +42,15 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     check_entries(config, checks)
     check_lengths(config, options, checks.pipeline.default_model(config, "actor_train")[1], checks)
     check_batches(config, checks)
-    check_turns(config, checks)
+    name, row = config.estimator.name, traits(config.estimator)
+    if row.needs_greedy:
+        rule = "cannot be used with episodes: its greedy baseline would be an episode of its own"
+        checks.add("estimator", name, rule, "grpo")
+    if config.estimator.get("weights") is not None:
+        rule = "cannot be used with episodes: they bring one number, not the numbers of several rewards"
+        checks.add("estimator", name, rule, "grpo")
+    if name == "gigpo" and config.group_size < 2:
+        checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
     check_trained_roles(config, checks)
     check_normalization(config, checks)
     entries = training_entries(config, checks)
@@ -159,19 +167,6 @@ def check_batches(config: AgenticConfig, checks: Checks) -> None:
             text = f"{plan.samples_per_step} episodes are no multiple of {mini}: they are divided among {steps}"
             checks.note(f"{sizes}.gradient_accumulation_steps", f"{text}, each of at most {mini}")
         check_schedule(name, getattr(config, name), plan.total_optimizer_steps, checks)
-
-
-def check_turns(config: AgenticConfig, checks: Checks) -> None:
-    """The estimator can be used with episodes."""
-    name, row = config.estimator.name, traits(config.estimator)
-    if row.needs_greedy:
-        rule = "cannot be used with episodes: its greedy baseline would be an episode of its own"
-        checks.add("estimator", name, rule, "grpo")
-    if config.estimator.get("weights") is not None:
-        rule = "cannot be used with episodes: they bring one number, not the numbers of several rewards"
-        checks.add("estimator", name, rule, "grpo")
-    if name == "gigpo" and config.group_size < 2:
-        checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
 
 
 def check_judge(config: AgenticConfig, checks: Checks) -> None:

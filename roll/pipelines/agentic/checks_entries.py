@@ -86,10 +86,17 @@ def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:
 
 
 def check_player(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """An entry has either an environment or an agent."""
+    """An entry has either an environment or an agent; or a taskset, which brings tasks, tools and reward."""
     agent, _ = agent_of(section)
     if is_taskset(section.env_type):
-        check_taskset(key, section, checks)
+        sections = ("agent", "tools", "command", "verifier", "data_args", "tool_wrapper")
+        own = {name: getattr(section, name) for name in sections}
+        named = (*sections[2:4], "reward", "roles")
+        own |= {f"agent_config.{name}": section.agent_config.get(name) for name in named}
+        for name, value in own.items():
+            if value:
+                rule = f"cannot be used with {section.env_type}, which has tasks, tools and rewards of its own"
+                checks.add(f"{key}.{name}", value if isinstance(value, str | list) else "a section", rule, "~")
         return
     if agent is None and section.env_type is None:
         rule = "is needed: which environment is played (docs/environments.md); or agent, tools or command"
@@ -111,17 +118,6 @@ def check_player(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         if section.data_args.ground_truth is not None:
             rule = "is not read here: tasks get rows as they are; agent_config.verifier.answer_key names the column"
             checks.add(f"{key}.data_args.ground_truth", section.data_args.ground_truth, rule, "~")
-
-
-def check_taskset(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """A taskset brings its tasks, its tools and its reward."""
-    sections = ("agent", "tools", "command", "verifier", "data_args", "tool_wrapper")
-    own = {name: getattr(section, name) for name in sections}
-    own |= {f"agent_config.{name}": section.agent_config.get(name) for name in (*sections[2:4], "reward", "roles")}
-    for name, value in own.items():
-        if value:
-            rule = f"cannot be used with {section.env_type}, which has tasks, tools and rewards of its own"
-            checks.add(f"{key}.{name}", value if isinstance(value, str | list) else "a section", rule, "~")
 
 
 def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Checks) -> None:

@@ -22,7 +22,16 @@ from roll.rollout.episodes import EpisodeGroup
 def episode_metrics(groups: Sequence[EpisodeGroup]) -> Metrics:
     """Metrics of all episodes and by tag: rollout, episode, env, turn, agent, shares of time."""
     everything = [episode for group in groups for episode in group.members]
-    metrics = _rollout(everything) | _outcomes(everything, "episode") | _tokens_and_times(everything)
+    metrics: Metrics = {}
+    scores = [episode.reward for episode in everything if not episode.failed]
+    lengths = [sum(len(call.response_ids) for call in episode.calls) for episode in everything]
+    prompts = [len(episode.calls[0].new_ids) if episode.calls else 0 for episode in everything]
+    for name, values in (("score", scores), ("response_length", lengths), ("prompt_length", prompts)):
+        if values:
+            metrics[f"rollout/{name}/mean"] = Mean(float(sum(values)), len(values))
+            metrics[f"rollout/{name}/max"] = Max(float(max(values)))
+            metrics[f"rollout/{name}/min"] = Min(float(min(values)))
+    metrics |= _outcomes(everything, "episode") | _tokens_and_times(everything)
     by_tag: dict[str, list[Episode]] = defaultdict(list)
     for episode in everything:
         by_tag[episode.task.tag].append(episode)
@@ -60,19 +69,6 @@ def _scores(groups: Sequence[EpisodeGroup], prefix: str) -> dict[str, float]:
         found[f"{prefix}success"] = float(np.mean(successes))
     failed = sum(episode.failed for episode in episodes)
     return found | {f"{prefix}failed": failed / len(episodes)}
-
-
-def _rollout(episodes: Sequence[Episode]) -> Metrics:
-    scores = [episode.reward for episode in episodes if not episode.failed]
-    lengths = [sum(len(call.response_ids) for call in episode.calls) for episode in episodes]
-    prompts = [len(episode.calls[0].new_ids) if episode.calls else 0 for episode in episodes]
-    metrics: Metrics = {}
-    for name, values in (("score", scores), ("response_length", lengths), ("prompt_length", prompts)):
-        if values:
-            metrics[f"rollout/{name}/mean"] = Mean(float(sum(values)), len(values))
-            metrics[f"rollout/{name}/max"] = Max(float(max(values)))
-            metrics[f"rollout/{name}/min"] = Min(float(min(values)))
-    return metrics
 
 
 def _outcomes(episodes: Sequence[Episode], prefix: str) -> Metrics:

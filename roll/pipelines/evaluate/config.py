@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from roll.checkpoint.contents import STATE_NAME
+from roll.checkpoint.folders import CHECKPOINT_NAME
 from roll.config.checks.base import Checks
 from roll.config.model_files import CONFIG, gguf_files, looks_like_folder, model_folder, read_model_config
 from roll.config.plan.plan import Plan
@@ -69,7 +69,6 @@ class EvaluateConfig(RLVRConfig):
 
 AGAINST = "against"  # name of the model of `evaluate.against`
 FOLDER = "evaluation"  # under `output_dir` and `logging_dir`: an evaluation leaves the files of a training run alone
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # Roles whose weights in a training checkpoint are a policy's.
 POLICIES = ("actor_train", "sft_train", "student_train", "student")
 # Keys of config.json and tokenizer_config.json in which models may differ and still share an engine.
@@ -167,7 +166,7 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
         return
     inner = folder / "checkpoints"
     inside = (inner if os.path.isdir(inner) else folder).iterdir() if os.path.isdir(folder) else ()
-    named = [(CHECKPOINT.fullmatch(one.name), one) for one in inside]
+    named = [(CHECKPOINT_NAME.fullmatch(one.name), one) for one in inside]
     # The checkpoints of a run, in the order of their steps; else one checkpoint, or the policy's folder in it.
     several = sorted((int(match[1]), one) for match, one in named if match and os.path.isdir(one))
     for step, one in several or ((None, folder),):

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-
-
 class ServedModel:
     """A rollout loop whose samples come from the service at ``url`` (with the model's name after a ``#``): the row's
     conversation goes there as it is, and the service's own template renders it; ``tokenizer``, of the file's model,
@@ -75,7 +72,8 @@ class ServedModel:
         for text, reason in choices:
             ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             log_probs, versions = np.zeros(len(ids), np.float32), [(0, 0, len(ids))]
-            kept, ended = np.array(ids, np.int32), REASONS.get(reason, "stop")
+            ended: FinishReason = "length" if reason == "length" else "stop"
+            kept = np.array(ids, np.int32)
             samples.append(Sample(prompt, prompt.token_ids, kept, log_probs, versions, ended, text))
         return await context.compute_rewards(Group(context.order, prompt, samples))
 

@@ -106,20 +106,17 @@ class SampleFile:
         self.path = folder / SAMPLES
         self._groups: dict[Place, dict[int, list[Record]]] = defaultdict(dict)
         if resume and differing(folder, settings) == []:
-            self._resume()
+            records = defaultdict(list)
+            for record in read_samples(self.path):
+                records[record["model"], record["pass"], record["order"]].append(record)
+            whole = {key: group for key, group in records.items() if len(group) == group[0]["of"]}
+            for (model, name, order), group in whole.items():
+                self._groups[model, name][order] = group
+            _write_whole(self.path, "".join(_line(record) for group in whole.values() for record in group))
         elif self.path.exists():
             self.path.replace(self.path.with_name(f"{SAMPLES}.previous"))
         _write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
-
-    def _resume(self) -> None:
-        records = defaultdict(list)
-        for record in read_samples(self.path):
-            records[record["model"], record["pass"], record["order"]].append(record)
-        whole = {key: group for key, group in records.items() if len(group) == group[0]["of"]}
-        for (model, name, order), group in whole.items():
-            self._groups[model, name][order] = group
-        _write_whole(self.path, "".join(_line(record) for group in whole.values() for record in group))
 
     def answered(self, model: str, name: str) -> set[int]:
         """Numbers of the prompts that a pass has answered."""

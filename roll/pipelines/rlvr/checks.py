@@ -56,8 +56,19 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
 def check_lengths(config: RLVRConfig, options: dict[str, StrategyConfig], model: str | None, checks: Checks) -> None:
     """A response has room behind its prompt, and engines (``options`` of :func:`check_roles`) and ``model`` have
     positions for the longest sequence."""
-    check_written_lengths(config, checks)
-    if checks.broken("prompt_length", "response_length", "sequence_length"):
+    keys = ("prompt_length", "response_length", "sequence_length")
+    if not checks.broken(*keys, "val_prompt_length", "val_sequence_length"):
+        prompt, response, sequence = config.prompt_length, config.response_length, config.sequence_length
+        if response is None and sequence is None:
+            checks.missing("response_length", "is needed (or sequence_length): the longest response in tokens", prompt)
+        elif response is None and sequence is not None and sequence <= prompt:
+            rule = f"must be greater than prompt_length {prompt}, or no response fits"
+            checks.add("sequence_length", sequence, rule, prompt * 2)
+        elif response is not None and sequence is not None and sequence != prompt + response:
+            rule = f"must be prompt_length {prompt} + response_length {response} where all three are set"
+            checks.add("sequence_length", sequence, rule, prompt + response)
+        check_pair("val_", config.val_prompt_length, config.val_sequence_length, config, checks)
+    if checks.broken(*keys):
         return
     sets = config.validation.sets.values() if config.validation is not None else ()
     prompts = (config.prompt_length, config.val_prompt_length, *(one.prompt_length for one in sets))
@@ -65,22 +76,6 @@ def check_lengths(config: RLVRConfig, options: dict[str, StrategyConfig], model:
     prompt, longest = (max(length or 0 for length in lengths) for lengths in (prompts, sequences))
     check_engine_length(options, config.actor_infer, model, prompt, longest, checks)
     note_positions("pretrain", model, longest, checks)
-
-
-def check_written_lengths(config: RLVRConfig, checks: Checks) -> None:
-    keys = ("prompt_length", "response_length", "sequence_length")
-    if checks.broken(*keys, "val_prompt_length", "val_sequence_length"):
-        return
-    prompt, response, sequence = config.prompt_length, config.response_length, config.sequence_length
-    if response is None and sequence is None:
-        checks.missing("response_length", "is needed (or sequence_length): the longest response in tokens", prompt)
-    elif response is None and sequence is not None and sequence <= prompt:
-        rule = f"must be greater than prompt_length {prompt}, or no response fits"
-        checks.add("sequence_length", sequence, rule, prompt * 2)
-    elif response is not None and sequence is not None and sequence != prompt + response:
-        rule = f"must be prompt_length {prompt} + response_length {response} where all three are set"
-        checks.add("sequence_length", sequence, rule, prompt + response)
-    check_pair("val_", config.val_prompt_length, config.val_sequence_length, config, checks)
 
 
 def check_pair(key: str, prompt: int | None, sequence: int | None, config: RLVRConfig, checks: Checks) -> None:

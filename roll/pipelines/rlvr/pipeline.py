@@ -98,15 +98,13 @@ class PromptSource(RolloutSource):
         loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
         self._rows = PromptRows(config, self.tokenizer, plan.max_new_tokens)
         settings = GroupSettings(plan.group_size, self._params, config.seed, by_domain(filters))
-        self.flow: GroupFlow = GroupFlow(
-            engines, self._rewards, self.data.sampler.next_batch, settings, 0, self._rows.loop or loop
-        )
+        draw, loop = self.data.sampler.next_batch, self._rows.loop or loop
+        self.flow = GroupFlow(engines, self._rewards, draw, settings, loop=loop)
         self.codec = prompt_codec(self.data.sampler.find)
 
     def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
-        batch, metrics = build_batch(groups, self._pad_token_id), reward_metrics(groups)
-        if self._rows.are_read:
-            metrics |= self._rows.add_columns(batch, groups)
+        batch = build_batch(groups, self._pad_token_id)
+        metrics = reward_metrics(groups) | self._rows.add_columns(batch, groups)
         quarantine = self._rewards.quarantine
         if quarantine.num_deaths:  # since the run began; nothing before the first
             metrics["scheduler/reward_worker_deaths"] = Mean(quarantine.num_deaths)
@@ -129,9 +127,7 @@ class PromptSource(RolloutSource):
     ) -> list[SampleGroup]:
         """The scored samples of ``rows``, whose draws are counted from ``first``."""
         settings, remaining = GroupSettings(num_samples, params, self._config.seed), iter(rows)
-        flow: GroupFlow = GroupFlow(
-            self._engines, self._rewards, lambda count: list(islice(remaining, count)), settings, first
-        )
+        flow = GroupFlow(self._engines, self._rewards, lambda count: list(islice(remaining, count)), settings, first)
         return (await collected(flow, len(rows), 0, self._config.rpc_timeout)).groups
 
     def table(self, groups: Sequence[SampleGroup]) -> SampleTable:
