@@ -81,9 +81,13 @@ def load_config(config: Config, overrides: Overrides = (), *, check_files: bool 
 def _load_mapping(data: dict[str, Any], words: tuple[str, ...], check_files: bool) -> LoadedConfig[Any]:
     """By way of a file, so that hydra composes it like any other."""
     with tempfile.TemporaryDirectory(prefix="roll-config-") as folder:
-        file = Path(folder) / "run.yaml"
-        files = data.get("defaults")
-        entries = [_relative_to(folder, entry) for entry in files] if isinstance(files, list) else files
+        file, files = Path(folder) / "run.yaml", data.get("defaults")
+        entries = list(files) if isinstance(files, list) else []
+        for place, entry in enumerate(entries):
+            if isinstance(entry, str) and entry != "_self_" and not entry.startswith("/"):
+                # A file is named from the working directory, and looked for from this folder.
+                name, at, package = entry.partition("@")
+                entries[place] = f"{os.path.relpath(name, folder)}{at}{package}"
         written = {**data, "defaults": entries} if entries else data
         file.write_text(yaml.safe_dump(written, sort_keys=False, allow_unicode=True), encoding="utf-8")
         try:
@@ -93,14 +97,6 @@ def _load_mapping(data: dict[str, Any], words: tuple[str, ...], check_files: boo
                 [replace(one, source="") if file.parent.name in one.source else one for one in error.problems]
             ) from None
     return replace(loaded, source=NO_FILE, written=data)
-
-
-def _relative_to(folder: str, entry: object) -> Any:
-    """An entry of ``defaults`` that names a file, from another folder than the working directory."""
-    if not isinstance(entry, str) or entry == "_self_" or entry.startswith("/"):
-        return entry
-    name, at, package = entry.partition("@")
-    return f"{os.path.relpath(name, folder)}{at}{package}"
 
 
 def plain(value: object, key: str = "") -> Any:
@@ -194,7 +190,8 @@ class Run:
     @property
     def samples(self) -> list[dict[str, Any]]:
         """Rows of :func:`roll.tracking.callbacks.sample_rows`, in the order of the record (``sample_log``)."""
-        return [row for block in read_run(self.output_dir).blocks() for row in sample_rows(block, self._decode)]
+        blocks, decode = read_run(self.output_dir).blocks(), lambda ids: str(self._tokenizer.decode(list(ids)))
+        return [row for block in blocks for row in sample_rows(block, decode)]
 
     @property
     def model_path(self) -> Path | None:
@@ -209,9 +206,6 @@ class Run:
         if not path.is_file():
             write_report(self.output_dir)
         return path
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids)))
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -49,34 +49,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words and (tool := TOOLS.get(words[0])) is not None:
             return int(resolve_name(f"{tool.module}:{tool.function}")(words[1:]) or 0)
-        return _answer(words)
+        parser = build_parser()
+        if not words:
+            parser.print_help()
+            return 0
+        names = [name for group in GROUPS.values() for name in group]
+        if not words[0].startswith("-") and words[0] not in names:
+            hint = did_you_mean(words[0], names, "did you mean {}?") or "roll alone lists those that there are"
+            parser.error(f"there is no command {words[0]}; {hint}")
+        arguments, rest = parser.parse_known_args(words)
+        # argparse takes overrides between flags for unknown words: only those that look like flags are mistakes.
+        unknown = [word for word in rest if word.startswith("-")]
+        if unknown:
+            parser.error(f"unknown flag {unknown[0]}; overrides are written key=value")
+        if rest and not hasattr(arguments, "overrides"):
+            parser.error(f"{arguments.command} takes no argument {rest[0]}")
+        if rest:
+            arguments.overrides = [*arguments.overrides, *rest]
+        if arguments.command == "run":
+            return run(ready(partial(load_config, None, arguments.config, None, arguments.overrides)))
+        other = {"inspect-data": inspect_data, "serve": serve, "explain": explain_key}
+        other |= {"schema": print_schema, "completion": print_completion}
+        return other.get(arguments.command, check)(arguments)
     except ConfigError as error:
         return refuse(error)
-
-
-def _answer(words: list[str]) -> int:
-    parser = build_parser()
-    if not words:
-        parser.print_help()
-        return 0
-    names = [name for group in GROUPS.values() for name in group]
-    if not words[0].startswith("-") and words[0] not in names:
-        hint = did_you_mean(words[0], names, "did you mean {}?") or "roll alone lists those that there are"
-        parser.error(f"there is no command {words[0]}; {hint}")
-    arguments, rest = parser.parse_known_args(words)
-    # argparse takes overrides between flags for unknown words: only those that look like flags are mistakes.
-    unknown = [word for word in rest if word.startswith("-")]
-    if unknown:
-        parser.error(f"unknown flag {unknown[0]}; overrides are written key=value")
-    if rest and not hasattr(arguments, "overrides"):
-        parser.error(f"{arguments.command} takes no argument {rest[0]}")
-    if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
-    if arguments.command == "run":
-        return run(ready(partial(load_config, None, arguments.config, None, arguments.overrides)))
-    other = {"inspect-data": inspect_data, "serve": serve, "explain": explain_key}
-    other |= {"schema": print_schema, "completion": print_completion}
-    return other.get(arguments.command, check)(arguments)
 
 
 def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[str] | None = None) -> None:

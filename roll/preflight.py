@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -28,7 +28,6 @@ from roll.config.pipelines import GENERATES, find_own_modules
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
-from roll.config.roles import ModelArguments
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, requested_stage
 from roll.config.strategies.registry import BACKENDS, typed_strategy_config
 from roll.platforms import current_platform
@@ -43,28 +42,27 @@ def require_packages(loaded: LoadedConfig[Any]) -> None:
     strategy has no package, and the command that installs it; or the key of kernels that cannot be made here."""
     problems = []
     for name, role in loaded.plan.roles.items():
-        backend = BACKENDS.get(role.strategy_name or "")
-        package = None if backend is None else backend.package
+        backend, args = BACKENDS.get(role.strategy_name or ""), role.section.model_args
+        if backend is None:
+            continue
+        package, missing = backend.package, "needs a package that is not installed"
         if package is not None and not is_installed(package.module):
-            rule = f"needs a package that is not installed: {package.install}"
+            rule = f"{missing}: {package.install}"
             problems.append(loaded.problem(f"{name}.strategy_args.strategy_name", role.strategy_name, rule))
-        if backend is not None and loaded.pipeline.task_of(name, role.section) is not GENERATES:
-            found = kernel_problems(role.section.model_args) if backend.computes is not None else ()
-            problems += [loaded.problem(f"{name}.model_args.{key}", True, rule, False) for key, rule in found]
+        if backend.computes is None or loaded.pipeline.task_of(name, role.section) is GENERATES:
+            continue
+        key, on_cpu = f"{name}.model_args.use_liger_kernel", current_platform().name == "cpu"
+        if args.use_liger_kernel and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+            rule = "needs a GPU: Liger's kernels are written in Triton, which compiles none for CPUs"
+            problems.append(loaded.problem(key, True, rule, False))
+        elif args.use_liger_kernel and not is_installed("liger_kernel"):
+            problems.append(loaded.problem(key, True, f"{missing}: {install_command('liger')}", False))
+        compiler = os.environ.get("CXX", "g++")
+        if args.compile and on_cpu and shutil.which(compiler) is None:
+            rule = f"needs a C++ compiler on a CPU, and there is no {compiler} (CXX names another one)"
+            problems.append(loaded.problem(f"{name}.model_args.compile", True, rule, False))
     if problems:
         raise ConfigError(problems)
-
-
-def kernel_problems(args: ModelArguments) -> Iterator[tuple[str, str]]:
-    """Keys of kernels that cannot be made on this host, with the reason."""
-    on_cpu = current_platform().name == "cpu"
-    if args.use_liger_kernel and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
-        yield "use_liger_kernel", "needs a GPU: Liger's kernels are written in Triton, which compiles none for CPUs"
-    elif args.use_liger_kernel and not is_installed("liger_kernel"):
-        yield "use_liger_kernel", f"needs a package that is not installed: {install_command('liger')}"
-    compiler = os.environ.get("CXX", "g++")
-    if args.compile and on_cpu and shutil.which(compiler) is None:
-        yield "compile", f"needs a C++ compiler on a CPU, and there is no {compiler} (CXX names another one)"
 
 
 def require_trackers(loaded: LoadedConfig[Any]) -> None:

@@ -102,15 +102,12 @@ def lengths(kind: str, rows: Sequence[SourceRow], count: Callable[[str], int], n
             messages, text = read_demonstration(columns, source)
             responses.append(count(text))
         prompts.append(count(text_of(messages)) + TEMPLATE)
-    return power_of_two(max(prompts)), power_of_two(max(responses))
+    longest_prompt, longest_response = (1 << (max(counts) - 1).bit_length() for counts in (prompts, responses))
+    return longest_prompt, longest_response
 
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(str(message.get("content", "")) for message in messages)
-
-
-def power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def token_counter(model: str) -> Callable[[str], int]:
@@ -128,18 +125,15 @@ def token_counter(model: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text))
 
 
-def column_names(words: Sequence[str]) -> dict[str, str]:
-    """The words of ``--columns``. Raises ``ConfigError``: a word that is written otherwise."""
-    for word in words:
+def with_data(start: Start, arguments: argparse.Namespace) -> Start:
+    """With files, lengths and reward. Raises ``ConfigError``: data that do not fit the method, or a word of
+    ``--columns`` that is written otherwise."""
+    for word in arguments.columns:
         if not re.fullmatch(f"({'|'.join(COLUMN_KEYS)})=.+", word):
             rule = f"must be KEY=COLUMN, with a key of {', '.join(COLUMN_KEYS)}"
             raise ConfigError([Problem("--columns", word, rule, "ground_truth='Correct answer'")])
-    return dict(word.split("=", 1) for word in words)
-
-
-def with_data(start: Start, arguments: argparse.Namespace) -> Start:
-    """With files, lengths and reward. Raises ``ConfigError``: data that do not fit the method."""
-    kind, file, columns, found = start.kind, arguments.data, column_names(arguments.columns), ""
+    columns: dict[str, str] = dict(word.split("=", 1) for word in arguments.columns)
+    kind, file, found = start.kind, arguments.data, ""
     options: dict[str, Any] = dict(columns)
     names, reward = DataArguments(**options), getattr(arguments, "reward", None) or ""
     try:

@@ -193,22 +193,19 @@ def correction_options(value: object) -> CorrectionOptions:
                 check_rule(rules[-1], f"[{index}]", problems)
         options = CorrectionOptions(tuple(rules))
     elif isinstance(value, Mapping):
-        options = _section(value, problems)
+        # ROLL's spelling: importance weights that are truncated, and masks by ratio or by difference of probabilities.
+        read = build(CorrectionConfig, SchemaReader(problems).read(CorrectionConfig, value, ""))
+        weight = read.is_weight
+        if weight.enabled:
+            rules.append(CorrectionRule(weight.weight_type, "truncate", high=weight.upper_bound))
+        for one in read.filters:
+            if one.enabled and one.ratio_enabled:
+                rules.append(CorrectionRule(one.agg_type, "mask", "ratio", one.ratio_low, one.ratio_high))
+            if one.enabled and one.diff_enabled:
+                rules.append(CorrectionRule(one.agg_type, "mask", "prob_diff", one.diff_low, one.diff_high))
+        options = CorrectionOptions(tuple(rules), detach=weight.detach)
     else:
         raise ValueError("must be a preset's name, a list of rules or a section")
     if problems.errors:
         raise ValueError("; ".join(str(problem) for problem in problems.errors))
     return options
-
-
-def _section(section: Mapping[str, Any], problems: Problems) -> CorrectionOptions:
-    """ROLL's spelling: importance weights that are truncated, and masks by ratio or by difference of probabilities."""
-    read = build(CorrectionConfig, SchemaReader(problems).read(CorrectionConfig, section, ""))
-    weight = read.is_weight
-    rules = [CorrectionRule(weight.weight_type, "truncate", high=weight.upper_bound)] if weight.enabled else []
-    for entry in read.filters:
-        if entry.enabled and entry.ratio_enabled:
-            rules.append(CorrectionRule(entry.agg_type, "mask", "ratio", entry.ratio_low, entry.ratio_high))
-        if entry.enabled and entry.diff_enabled:
-            rules.append(CorrectionRule(entry.agg_type, "mask", "prob_diff", entry.diff_low, entry.diff_high))
-    return CorrectionOptions(tuple(rules), detach=weight.detach)

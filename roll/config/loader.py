@@ -112,15 +112,18 @@ def load_composed(
         problems.missing("(file)", "is empty")
     loaded = _load(config_class, composed, problems, check_files) if composed.data else None
     if loaded is None or problems.errors:
-        raise ConfigError(problems.located(composed.source.place_of))
+        mistakes = [replace(one, key=problems.rename(one.key)) for one in problems.errors]
+        raise ConfigError([replace(one, source=composed.source.place_of(one.key)) for one in mistakes])
     pipeline, config, plan = loaded
+    # A file that means the same as all that was composed.
+    resolved = composed.data if composed.defaults == LEARNING else {"defaults": composed.defaults, **composed.data}
     # One note may name several keys.
     named = [replace(one, key=", ".join(map(problems.rename, one.key.split(", ")))) for one in problems.notices]
     return LoadedConfig(
         config=cast(C, config),
         pipeline=pipeline,
         plan=plan,
-        resolved=composed.effective,
+        resolved=resolved,
         warnings=tuple(named),
         source=composed.source.file,
     )
@@ -137,10 +140,20 @@ def _load(
     cls = pipeline.config_class
     # A pipeline of the user's own is not among the definitions.
     know_keys(declared_secrets(cls))
-    written = with_own_names(data, pipeline, problems)
+    # Sections go by the pipeline's own names; messages have the names that were written.
+    aliases = {name: own for name, own in pipeline.section_aliases.items() if name in data}
+    for name, own in aliases.items():
+        if own in data:
+            problems.add(name, data[name], f"is another name of {own}, which is set too: keep one of them")
+    spelled = {own: name for name, own in aliases.items()}
+    written = {aliases.get(name, name): value for name, value in data.items()}
     reader = SchemaReader(problems, composed.referenced, source.is_own, source.rank)
-    rename = problems.rename
-    problems.rename = lambda key: rename(reader.as_written(key))
+
+    def as_written(key: str) -> str:
+        first, dot, rest = reader.as_written(key).partition(".")
+        return f"{spelled.get(first, first)}{dot}{rest}"
+
+    problems.rename = as_written
     learns = issubclass(cls, PolicyRunConfig) and composed.defaults == LEARNING
     values = reader.read(cls, with_estimator(written) if learns else written, "")
     refuse_unavailable(written, problems)
@@ -153,22 +166,6 @@ def _load(
     if problems.errors:
         return None
     return pipeline, config, pipeline.plan(config, config.exp_name or source.file.stem, checks.written)
-
-
-def with_own_names(data: Mapping[str, Any], pipeline: PipelineDefinition, problems: Problems) -> Mapping[str, Any]:
-    """The tree with sections under the pipeline's own names for them; messages have the names that were written."""
-    aliases = {name: own for name, own in pipeline.section_aliases.items() if name in data}
-    for name, own in aliases.items():
-        if own in data:
-            problems.add(name, data[name], f"is another name of {own}, which is set too: keep one of them")
-    written = {own: name for name, own in aliases.items()}
-
-    def as_written(key: str) -> str:
-        first, dot, rest = key.partition(".")
-        return f"{written.get(first, first)}{dot}{rest}"
-
-    problems.rename = as_written
-    return {aliases.get(name, name): value for name, value in data.items()}
 
 
 def without_fragments(composed: Composed) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +117,6 @@ class ImageReader:
                     f"{{{what}: {number}}} is enough"
                 )
         return rendered, seen
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that prepared rows depend on."""
-        return {} if self.model is None else {"vision": asdict(self.model), "videos": self.video_column}
 
     def look(self, source: SourceRow, images: Sequence[Seen], whole: bool = True) -> VisionInputs | None:
         """The images and videos; ``whole``: each is decoded once to see that it can be. Raises ``DataError``: one that

@@ -190,7 +190,8 @@ def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
     choice = [maker.renderer.templates.common, dict(maker.renderer.templates.by_tag or {})]
     kind = [type(maker).__name__, maker.limit, maker.settings()]
     found = {"kind": kind, "data": section, "tokenizer": fingerprint, "choice": choice, "templates": templates}
-    return found | maker.images.settings()
+    images = maker.images
+    return found if images.model is None else found | {"vision": asdict(images.model), "videos": images.video_column}
 
 
 def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:

@@ -187,11 +187,6 @@ class EpochOrder:
             generator.shuffle(band)
         return [row for band in bands for row in band]
 
-    def description(self) -> dict[str, Any]:
-        """Properties that a checkpoint must agree with, as plain JSON values."""
-        curriculum = None if self.curriculum is None else asdict(self.curriculum)
-        return {"rows": self.num_rows, "seed": self.seed, "shuffle": self.shuffle, "curriculum": curriculum}
-
 
 class ShuffledEpochs(Generic[T]):
     """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone. ``data_args`` says
@@ -224,8 +219,11 @@ class ShuffledEpochs(Generic[T]):
         return [self.next_row() for _ in range(size)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"drawn": self.num_drawn, **self._epochs.description(), "contents": self._digest}
+        """Plain JSON values; all but ``drawn`` must agree where the run continues."""
+        order = self._epochs
+        curriculum = None if order.curriculum is None else asdict(order.curriculum)
+        settings = {"rows": order.num_rows, "seed": order.seed, "shuffle": order.shuffle, "curriculum": curriculum}
+        return {"drawn": self.num_drawn, **settings, "contents": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken. Raises ``DataError``: the state belongs to other rows, another seed or

@@ -31,7 +31,7 @@ from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS
 from roll.doctor import devices, trials
 from roll.doctor.trials import EXIT, Finding, Severity, gravest, judge
-from roll.platforms import current_platform
+from roll.platforms import PLATFORM_ENV, current_platform
 
 GIBIBYTE = 1 << 30
 LEAST_SHM, LEAST_FILES = 256 << 20, 1024
@@ -41,9 +41,14 @@ LEAST_DISK, COMFORTABLE_DISK = 100 << 20, 5 * GIBIBYTE
 def main(argv: Sequence[str]) -> int:
     """The exit status follows the gravest finding."""
     options = build_parser().parse_args(list(argv))
-    if options.gpu and (missing := devices.no_device()):
-        sys.stderr.write(f"{missing}\n")
-        return EXIT[Severity.ERROR]
+    if options.gpu:
+        here = current_platform()
+        if not (PLATFORM_ENV in os.environ if here.name == "cpu" else here.device_count()):
+            sys.stderr.write(
+                f"roll doctor --gpu: PyTorch {metadata.version('torch')} finds no GPU: nvidia-smi must list one, and "
+                f"PyTorch be built for it; {PLATFORM_ENV}=cpu tries the same on the CPU\n"
+            )
+            return EXIT[Severity.ERROR]
     began = time.perf_counter()
     findings = examine(Path(options.output), options.ranks, options.quick, options.gpu)
     seconds = round(time.perf_counter() - began, 1)

@@ -14,13 +14,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import metadata
 from itertools import permutations
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from roll.doctor.trials import Command, Finding, Severity, did, failures, found, judge, trials
-from roll.platforms import PLATFORM_ENV, current_platform
+from roll.platforms import current_platform
 from roll.rehearsal.catalog import GIB, gpu_of
 
 if TYPE_CHECKING:
@@ -38,15 +37,6 @@ BROKEN = (
     "out of memory: end what else is on the device; busy: nvidia-smi -c DEFAULT lets several processes have it; no "
     "kernel: install the build of PyTorch for this driver; wrong values: leave the device out (CUDA_VISIBLE_DEVICES)"
 )
-
-
-def no_device() -> str:
-    """Why ``--gpu`` has nothing to try; empty: it has."""
-    here = current_platform()
-    if PLATFORM_ENV in os.environ if here.name == "cpu" else here.device_count():
-        return ""
-    why = f"PyTorch {metadata.version('torch')} finds no GPU: nvidia-smi must list one, and PyTorch be built for it"
-    return f"roll doctor --gpu: {why}; {PLATFORM_ENV}=cpu tries the same on the CPU"
 
 
 def try_memory() -> Iterator[Finding]:

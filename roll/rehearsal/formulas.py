@@ -136,11 +136,17 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
     if isinstance(config, Fsdp1StrategyConfig | Fsdp2StrategyConfig):
         shards = config.parallel_dims(role.section, world).dp_shard
         master = BYTES[config.master_dtype] if learns else compute
+        frees = config.reshard_after_forward
+        if isinstance(frees, str):  # auto
+            frees = frees_gathered(shape.total * compute, GPUS[DEFAULT_GPU].memory)
+        # Two layers and the embeddings, and what is kept from the forward to the backward pass.
+        kept = 0.0 if frees is True else shape.total / (frees or 1)
+        gathered = min(weights, kept + 2 * shape.layer + shape.embeddings)
         return States(
             parameters=((weights - trained) * compute + trained * master) / shards,
             gradients=learns * trained * master / shards,
             optimizer=learns * trained * moment_bytes(role.section, master) / shards,
-            gathered=gathered_weights(config, shape, compute) * compute if shards > 1 or compute < master else 0.0,
+            gathered=gathered * compute if shards > 1 or compute < master else 0.0,
             on_host=config.offload_policy,
             optimizer_on_host=config.optimizer_cpu_offload,
         )
@@ -159,16 +165,6 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
     if isinstance(config, MegatronStrategyConfig):
         return megatron_states(role, config, shape, learns)
     return States(weights * compute, 0.0, 0.0)
-
-
-def gathered_weights(config: Fsdp1StrategyConfig | Fsdp2StrategyConfig, shape: ModelShape, compute: int) -> float:
-    """Most weights, of ``compute`` bytes each, that FSDP has put together at once: two layers and the embeddings, and
-    what it keeps from the forward to the backward pass."""
-    frees = config.reshard_after_forward
-    if isinstance(frees, str):  # auto
-        frees = frees_gathered(shape.total * compute, GPUS[DEFAULT_GPU].memory)
-    kept = 0.0 if frees is True else shape.total / (frees or 1)
-    return min(float(shape.total), kept + 2 * shape.layer + shape.embeddings)
 
 
 def megatron_states(role: RolePlan, config: MegatronStrategyConfig, shape: ModelShape, learns: bool) -> States:

@@ -53,26 +53,22 @@ class MemoryTraffic:
             moved += max(0, size - there) if is_read else size - held
             self._there[key] = max(there, held), unsaved if is_read else max(unsaved, held)
             self._used += max(there, held) - there
-        return moved + self._make_room()
-
-    def forget(self, key: int) -> None:
-        """The storage is freed."""
-        self._used -= self._there.pop(key, (0, 0))[0]
-
-    def _make_room(self) -> int:
-        """Bytes that had to be written to memory for it."""
-        written = 0
+        # What was used longest ago makes room: what memory does not have of it is written there.
         while self._used > self._cache:
             key, (there, unsaved) = next(iter(self._there.items()))
             gone = min(there, self._used - self._cache)
             saved = max(0, unsaved - (there - gone))  # what memory has goes first
-            written += saved
+            moved += saved
             self._used -= gone
             if gone == there:
                 del self._there[key]
             else:
                 self._there[key] = there - gone, unsaved - saved
-        return written
+        return moved
+
+    def forget(self, key: int) -> None:
+        """The storage is freed."""
+        self._used -= self._there.pop(key, (0, 0))[0]
 
 
 def operands(
@@ -93,7 +89,12 @@ def operands(
         target, source = inputs[0], min(inputs, key=num_bytes)
         part = id_of(target), num_bytes(source)
         return [source, part], [part]
-    written = _written(func, args, kwargs)
+    # The tensors that it writes into by its schema, and whether they are there for that alone.
+    written: list[tuple[Tensor, bool]] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += [(one, argument.is_out) for one in tree_leaves(value) if isinstance(one, Tensor)]
     keys = {id_of(tensor) for tensor in inputs}
     made = [one for one in outputs if id_of(one) not in keys]
     if not written and not made:
@@ -101,17 +102,6 @@ def operands(
     read = [] if name in _FILLING else list(inputs)
     unread = {id(one) for one, is_out in written if is_out or name in _OVERWRITING}
     return [one for one in read if id(one) not in unread], [*(one for one, _ in written), *made]
-
-
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, bool]]:
-    """The tensors that a kernel writes into by its schema, and whether they are there for that alone."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        found += [(one, argument.is_out) for one in tree_leaves(value) if isinstance(one, Tensor)]
-    return found
 
 
 def num_bytes(tensor: Tensor) -> int:

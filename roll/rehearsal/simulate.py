@@ -260,21 +260,6 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
     return RoleRun(dict.fromkeys(states, 0), works, host=sum(states.values()) + gradients)
 
 
-def _targets(strategy: _Rehearsed, batch: TensorBatch, task: Task) -> tuple[TensorBatch, list[Comparison]]:
-    """The batch with the columns that it is compared with, which take memory when a micro-batch is made of them."""
-    if task.compared_tokens is None:
-        return batch, []
-    shape, count = batch["input_ids"].shape, task.compared_tokens or strategy.vocabulary
-    contents = (torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.zeros(()))
-    sizes = ((*shape, count), (*shape, count), shape)
-    columns = {
-        name: one.expand(size) for name, one, size in zip(target_columns("target"), contents, sizes, strict=True)
-    }
-    options = DivergenceConfig(logits_topk=task.compared_tokens)
-    compare = Comparison("target", 1.0, partial(divergence, options=options))
-    return batch | columns, [compare]
-
-
 def _first_micro_batches(task: Task, rows: int, trains: bool, most: int = 2) -> tuple[TensorBatch, int]:
     """The rows of the first micro-batches, which are the largest, and the number of all. Samples are of full length;
     those of a group share a prompt."""
@@ -300,7 +285,16 @@ def _first_micro_batches(task: Task, rows: int, trains: bool, most: int = 2) -> 
 
 def _train(strategy: _Rehearsed, task: Task) -> Work:
     batch, count = _first_micro_batches(task, task.rows_per_update, trains=True)
-    batch, comparisons = _targets(strategy, batch, task)
+    comparisons = []
+    if task.compared_tokens is not None:
+        # Columns of distributions, which take memory when a micro-batch is made of them.
+        shape, tokens = batch["input_ids"].shape, task.compared_tokens or strategy.vocabulary
+        contents = (torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.zeros(()))
+        sizes = ((*shape, tokens), (*shape, tokens), shape)
+        for name, one, size in zip(target_columns("target"), contents, sizes, strict=True):
+            batch[name] = one.expand(size)
+        options = DivergenceConfig(logits_topk=task.compared_tokens)
+        comparisons.append(Comparison("target", 1.0, partial(divergence, options=options)))
     outputs = [Output.LOG_PROBS, *task.more_outputs] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
 
     def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Metrics]:

@@ -47,7 +47,14 @@ def put_advantages(draft: Draft) -> None:
         draft.put("norm_mean_type", "auto", "estimator")
     if estimator.endswith(".grpo_passk") and draft.value_of("grpo_std") is False:
         draft.put("adv_estimator_args.by_std", False, "grpo_std")
-    put_reward_weights(draft, estimator.endswith(".gdpo"))
+    names = draft.get("gdpo_keys", default=[])  # the rewards that verl's `gdpo` normalises apart
+    weights = draft.get("gdpo_weights", default=[1.0] * len(names))
+    if estimator.endswith(".gdpo") and (not names or len(names) != len(weights)):
+        rule = "is needed with gdpo: the rewards to normalise apart, as many as algorithm.gdpo_reward_weights"
+        draft.problems.missing("algorithm.gdpo_reward_keys", rule, "[accuracy,format]")
+    elif estimator.endswith(".gdpo"):
+        for name, weight in zip(names, weights, strict=True):
+            draft.put(f"reward_weights.{name}", float(weight), "gdpo_keys", "gdpo_weights")
     discounts = estimator in DISCOUNTING
     if draft.states("estimator", "gamma") and (discounts or not draft.whole):
         draft.put("gamma", draft.value_of("gamma") if discounts else 1.0, "gamma")
@@ -55,24 +62,10 @@ def put_advantages(draft: Draft) -> None:
             draft.remark(["gamma"], f"{draft.raw.get('estimator', estimator)} does not discount there")
     if estimator == "gae" and draft.states("estimator", "lam"):
         draft.put("lambd", draft.value_of("lam"), "lam")
-    weight = draft.first_of("reward_kl_coef", *(("kl_loss_coef",) if draft.facts.get("one_kl_coef") else ()))
-    if estimator in NORMALISING and draft.get("kl_in_reward") and weight and draft.states("estimator", "kl_in_reward"):
+    coef = draft.first_of("reward_kl_coef", *(("kl_loss_coef",) if draft.facts.get("one_kl_coef") else ()))
+    if estimator in NORMALISING and draft.get("kl_in_reward") and coef and draft.states("estimator", "kl_in_reward"):
         rule = f"subtracts the KL there before {estimator} compares the rewards of a group, here after it"
         draft.refuse("kl_in_reward", f"{rule}; put the KL into the loss, or take rloo", False)
-
-
-def put_reward_weights(draft: Draft, used: bool) -> None:
-    """Names and weights of the rewards that verl's ``gdpo`` normalises apart."""
-    names = draft.get("gdpo_keys", default=[])
-    weights = draft.get("gdpo_weights", default=[1.0] * len(names))
-    if not used:
-        return
-    if not names or len(names) != len(weights):
-        rule = "is needed with gdpo: the rewards to normalise apart, as many as algorithm.gdpo_reward_weights"
-        draft.problems.missing("algorithm.gdpo_reward_keys", rule, "[accuracy,format]")
-        return
-    for name, weight in zip(names, weights, strict=True):
-        draft.put(f"reward_weights.{name}", float(weight), "gdpo_keys", "gdpo_weights")
 
 
 def put_kl(draft: Draft) -> None:
@@ -105,8 +98,7 @@ def put_loss(draft: Draft) -> None:
         draft.put("loss", variant, "loss")
     if draft.states("loss", *LOSS_FACTS):
         kind = variant.rpartition(".")[2]  # SkyRL's own variants are found by a path
-        put_clip_range(draft, kind)
-        put_options(draft, kind)
+        put_loss_options(draft, kind)
     # verl's `clip_ratio`: its losses read the two sides, which its files set to 0.2.
     both = {"clip_low", "clip_high"} <= draft.explicit
     is_read = variant in (*CLIPPING, "cispo", "gmpo", "dppo") and not both
@@ -118,24 +110,19 @@ def put_loss(draft: Draft) -> None:
         draft.put("entropy_loss_coef", draft.value_of("entropy_coef") if on else 0.0, "entropy_coef", "entropy_on")
 
 
-def put_clip_range(draft: Draft, variant: str) -> None:
-    """Clip range and dual clip of the losses that have them."""
-    if variant not in CLIPPING:
-        return
-    low, high = float(draft.value_of("clip_low")), float(draft.value_of("clip_high"))
-    draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
-    draft.put("pg_clip_low", min(low, 1.0), "clip_low")  # ratios are positive: 1 is as good as no bound
-    draft.put("pg_clip_high", high, "clip_high")
-    # Their loss bounds negative advantages: verl's `vanilla` always, SkyRL's `dual_clip`.
-    if variant == "ppo" and draft.raw.get("loss", "vanilla") in draft.facts.get("dual_names", ()):
-        draft.put("dual_clip_loss", True, "dual_clip", "loss")
-        draft.put("dual_clip_coef", float(draft.value_of("dual_clip")), "dual_clip")
-    elif draft.states("loss") and not draft.whole:
-        draft.put("dual_clip_loss", False, "loss")
-
-
-def put_options(draft: Draft, variant: str) -> None:
-    """Options that belong to one loss."""
+def put_loss_options(draft: Draft, variant: str) -> None:
+    """Clip range and dual clip of the losses that have them, and the options that belong to one loss."""
+    if variant in CLIPPING:
+        low, high = float(draft.value_of("clip_low")), float(draft.value_of("clip_high"))
+        draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
+        draft.put("pg_clip_low", min(low, 1.0), "clip_low")  # ratios are positive: 1 is as good as no bound
+        draft.put("pg_clip_high", high, "clip_high")
+        # Their loss bounds negative advantages: verl's `vanilla` always, SkyRL's `dual_clip`.
+        if variant == "ppo" and draft.raw.get("loss", "vanilla") in draft.facts.get("dual_names", ()):
+            draft.put("dual_clip_loss", True, "dual_clip", "loss")
+            draft.put("dual_clip_coef", float(draft.value_of("dual_clip")), "dual_clip")
+        elif draft.states("loss") and not draft.whole:
+            draft.put("dual_clip_loss", False, "loss")
     for key, fact in OPTIONS_OF_LOSS.get(variant, {}).items():
         source = fact if draft.value_of(fact) is not None else SHARED_CLIP.get(fact, fact)
         draft.put(key, draft.value_of(source), source)

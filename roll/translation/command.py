@@ -25,7 +25,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.engine import DIALECTS, Translation, dialect_of, show, translate
-from roll.translation.launching import is_program
+from roll.translation.launching import PROGRAM
 from roll.translation.reading import UNSET, Source, read_recording, read_text, read_words, read_yaml
 from roll.translation.recording import record
 
@@ -118,7 +118,10 @@ def main(argv: Sequence[str]) -> int:
     if not console.is_terminal:
         console = Console(stderr=True, emoji=False, width=WIDTH)
     try:
-        translation = translated(arguments)
+        source = read(arguments.source, arguments.call)
+        dialect = DIALECTS[arguments.dialect] if arguments.dialect else dialect_of(source)
+        recipe = load_config(RLVRConfig, arguments.recipe, check_files=False)
+        translation = translate(source, dialect, recipe, arguments.train_rows)
         # One `key=value` a line, quoted for the shell.
         lines = "".join(f"{shlex.quote(word)}\n" for word in overrides(translation))
         sys.stdout.write(yaml_text(translation) if arguments.yaml else lines)
@@ -132,15 +135,6 @@ def main(argv: Sequence[str]) -> int:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return EXIT_MISTAKES
     return 0
-
-
-def translated(arguments: argparse.Namespace) -> Translation:
-    """The translation that the command line asks for. Raises ``ConfigError``: text that cannot be read, or keys and
-    values without a translation."""
-    source = read(arguments.source, arguments.call)
-    dialect = DIALECTS[arguments.dialect] if arguments.dialect else dialect_of(source)
-    recipe = load_config(RLVRConfig, arguments.recipe, check_files=False)
-    return translate(source, dialect, recipe, arguments.train_rows)
 
 
 def read(words: Sequence[str], call: int | None = None) -> Source:
@@ -172,7 +166,7 @@ def read(words: Sequence[str], call: int | None = None) -> Source:
 
 def read_pasted(text: str, call: int | None = None) -> Source:
     """A command copied from a document; text that is more than a command with its variables is run as a script."""
-    if not is_program(text):
+    if PROGRAM.search(text) is None:
         return read_text(text)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "script.sh"

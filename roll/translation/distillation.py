@@ -10,8 +10,6 @@ verl's loss is c D, alone or in addition to that of the rewards, where D is of e
 
 from __future__ import annotations
 
-from typing import Any
-
 from roll.translation.placement import device_count, devices
 from roll.translation.rules import Draft
 
@@ -131,16 +129,12 @@ def put_distillation(draft: Draft) -> None:
         draft.put("opd_topk", int(draft.value_of("distill_topk")), "distill_topk")
         if draft.get("distill_floor") is not None:
             draft.put("opd_log_prob_floor", float(draft.facts["distill_floor"]), "distill_floor")
-    put_section(draft, "reference" if form == "loss" else "teacher")
-
-
-def put_section(draft: Draft, section: str) -> None:
-    """Model and devices: the pool after all others, or the trainer's where it has none."""
-    options: dict[str, Any] = draft.get("teacher", default={})
+    section, options = "reference" if form == "loss" else "teacher", draft.get("teacher", default={})
     draft.put(f"{section}.model_args.model_name_or_path", str(options.get("model_path")), "teacher")
     if section == "teacher":
         draft.put("teacher.strategy_args.strategy_name", "fsdp2_infer", "teacher")
     draft.remark(["teacher"], "its log-probs are computed without an engine: the same, at temperature 1")
+    # Its devices: the pool after all others, or the trainer's where it has none.
     trainers = device_count(draft, "actor")
     nodes = int(options.get("nnodes", draft.get("distill_nodes", default=0)))
     own = options.get("enable_resource_pool", draft.get("distill_pool"))

@@ -28,6 +28,7 @@ OF_ROWS = (
 OF_SINGLE_TURNS = ("prompt_length", "response_length", "num_return_sequences_in_group")
 ALL_ROWS = "val_batch_size episodes of them are played; there all rows are"
 BY_ROW = "a row's column agent_name names its loop; without it, and without default_agent_loop, a row has one turn"
+SUMMED = "the advantage there comes from the reward of the last turn, here from the sum: the same unless others pay"
 LIMIT = "an episode ends there; here with the tokens of its last prompt and response together"
 
 
@@ -38,26 +39,22 @@ def find_episodes(draft: Draft) -> None:
     if not wanted:
         return
     if draft.get("turn_rows"):
-        find_turn_rows(draft)
+        # Where something counts rows of turns there: here an episode counts once.
+        counting = "counts turns there; here an episode counts once, whatever its turns"
+        if draft.facts.get("masks_drop_tokens"):
+            rule = "makes mini-batches of turns there; here an optimizer step has whole episodes"
+            draft.refuse("turn_rows", rule, False)
+        elif draft.get("aggregation") not in ("token-mean", "prompt-mean"):
+            draft.refuse("aggregation", f"{counting}: token_mean is the same")
+        elif draft.get("kl_loss"):
+            draft.refuse("kl_loss", f"is a mean over rows, which {counting}", False)
+        draft.remark(["turn_rows"], SUMMED)
     if not draft.whole or not name:
         draft.refuse("turns" if turns > 1 else "reward", TURNS)
         return
     draft.facts["episodes"] = True
     if draft.get("max_input") is not None:
         draft.facts["prompt_length"] = draft.facts["max_input"]
-
-
-def find_turn_rows(draft: Draft) -> None:
-    """Refuse rows of turns where something counts them there: here an episode counts once."""
-    counting = "counts turns there; here an episode counts once, whatever its turns"
-    if draft.facts.get("masks_drop_tokens"):
-        draft.refuse("turn_rows", "makes mini-batches of turns there; here an optimizer step has whole episodes", False)
-    elif draft.get("aggregation") not in ("token-mean", "prompt-mean"):
-        draft.refuse("aggregation", f"{counting}: token_mean is the same")
-    elif draft.get("kl_loss"):
-        draft.refuse("kl_loss", f"is a mean over rows, which {counting}", False)
-    text = "the advantage there comes from the reward of the last turn, here from the sum: the same unless others pay"
-    draft.remark(["turn_rows"], text)
 
 
 TOOLS_TAG = "tools"

@@ -125,17 +125,13 @@ VARIABLE = re.compile(
     r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?P<operator>:?[-=](?P<default>[^}]*))?\}|(?P<plain>[A-Za-z_]\w*))"
 )
 ARGUMENTS = re.compile(r"\$(?:\{[@*]\}|[@*])")  # `$@`: the arguments that the script passes on
-# Signs of a shell program: branches, loops, arithmetic, arrays, substitutions, other files.
+# Signs of a shell program, which has to be run to be understood: branches, loops, arithmetic, arrays, substitutions,
+# other files.
 PROGRAM = re.compile(
     r"\$\(|`|\(\(|\[\[|<<|=\(|\(\)|\$\{[#!]|\$\{\w+(?:\[|[#%/^,]|:?[+?]|:\s*-?\d)|\$\{\w+:?[-=][^}]*\$\{"
     r"|^\s*(?:if|for|while|until|case|function|source|\.|read|local|declare|eval|\[)\s",
     re.MULTILINE,
 )
-
-
-def is_program(text: str) -> bool:
-    """Return true for text that has to be run to be understood."""
-    return PROGRAM.search(text) is not None
 
 
 @dataclass

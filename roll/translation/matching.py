@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,24 +39,17 @@ def flat_keys(explicit: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     dialect knows those alone."""
     flat: dict[str, Any] = {}
     for key, value in explicit.items():
-        section = None
+        section: object = None
         if key not in dialect.rules and any(name.startswith(f"{key}.") for name in dialect.rules):
-            section = {} if value is None else _section(value)
-        if section is None:
-            flat[key] = value
-        else:
+            section = {} if value is None else value
+            if isinstance(value, str) and value.lstrip().startswith("{"):
+                with suppress(yaml.YAMLError):
+                    section = yaml.safe_load(value)
+        if isinstance(section, Mapping):
             flat |= flat_keys({f"{key}.{name}": entry for name, entry in section.items()}, dialect)
+        else:
+            flat[key] = value
     return flat
-
-
-def _section(value: object) -> Mapping[str, Any] | None:
-    """A section, or text that holds one; None: another value."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
-            return None
-    return value if isinstance(value, Mapping) else None
 
 
 def unknown_key(key: str, dialect: Dialect) -> str:

@@ -43,12 +43,12 @@ BASES = ("ppo_trainer", "ppo_megatron_trainer")  # verl's files of defaults, und
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
-def _turns(length: int, batch: int = 256, **turns: object) -> dict[str, Any]:
+def _turns(length: int, **turns: object) -> dict[str, Any]:
     """Settings of one of the files next to verl's scripts of several turns."""
     return {
         "data.max_prompt_length": length,
         "data.max_response_length": length,
-        "data.train_batch_size": batch,
+        "data.train_batch_size": 256,
         "actor_rollout_ref.rollout.name": "sglang",
         f"{TURNS}.enable": True,
         **{f"{TURNS}.{name}": value for name, value in turns.items()},

@@ -101,28 +101,21 @@ def facts(pipeline: PipelineDefinition, plan: Plan) -> list[tuple[str, str]]:
     # Micro-batches of padded rows, which most roles have, are not worth a line.
     special = [(name, rule) for name, rule in rules if rule.removes_padding or rule.max_tokens]
     lines += [("forward", f"{name}: {rule.sentence()}") for name, rule in special]
-    lines.append(("steps", steps_sentence(plan, pipeline.validation_words(plan))))
+    parts = ["until the data has been seen num_train_epochs times"]
+    if plan.max_steps is not None:
+        trained = {name: training.total_optimizer_steps for name, training in plan.training.items()}
+        others = [f"{steps:,} optimizer steps of {name}" for name, steps in trained.items() if steps != plan.max_steps]
+        parts = [count(plan.max_steps, "step"), *others]
+    validation = f"validation every {plan.eval_steps}{pipeline.validation_words(plan)} and at the end"
+    parts.append(validation if plan.eval_steps else "no validation")
+    parts.append(f"a checkpoint every {plan.save_steps}" if plan.save_steps else "no checkpoints")
+    lines.append(("steps", "; ".join(parts)))
     lines.append(("output", str(plan.output_dir)))
     lines.append(("checkpoints", f"{plan.checkpoint_dir}" if plan.save_steps else "none (save_steps 0)"))
     lines.append(("logs", str(plan.log_dir)))
     if plan.dump_dir is not None:
         lines.append(("samples", str(plan.dump_dir)))
     return lines
-
-
-def steps_sentence(plan: Plan, validation: str) -> str:
-    if plan.max_steps is None:
-        parts = ["until the data has been seen num_train_epochs times"]
-    else:
-        parts = [count(plan.max_steps, "step")]
-        for name, training in plan.training.items():
-            if training.total_optimizer_steps != plan.max_steps:
-                parts.append(f"{training.total_optimizer_steps:,} optimizer steps of {name}")
-    parts.append(
-        f"validation every {plan.eval_steps}{validation} and at the end" if plan.eval_steps else "no validation"
-    )
-    parts.append(f"a checkpoint every {plan.save_steps}" if plan.save_steps else "no checkpoints")
-    return "; ".join(parts)
 
 
 def defaults_in_force(loaded: LoadedConfig[Any]) -> dict[str, Any]:

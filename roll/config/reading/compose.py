@@ -52,11 +52,6 @@ class Composed:
     # (`roll.config.defaults`).
     defaults: str = LEARNING
 
-    @property
-    def effective(self) -> dict[str, Any]:
-        """The tree as a file that means the same, without a ``hydra`` section."""
-        return self.data if self.defaults == LEARNING else {"defaults": self.defaults, **self.data}
-
 
 def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Composed:
     """Compose ``file`` with its ``defaults`` and the overrides; mistakes go to ``problems``."""
@@ -88,13 +83,11 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
     except MissingConfigException as error:
         rule = f"there is no {error.missing_cfg_file}.yaml in {file.parent} or in a folder named there"
         problems.add("defaults", error.missing_cfg_file, rule)
-        return Composed({}, source)
     except yaml.YAMLError as error:
         problems.add("(YAML)", *yaml_problem(error, file))
-        return Composed({}, source)
     except COMPOSITION_ERRORS as error:
         problems.missing("(composition)", _first_lines(error) or str(error.__cause__ or type(error).__name__))
-        return Composed({}, source)
+    return Composed({}, source)
 
 
 @contextmanager

@@ -155,10 +155,7 @@ def _convert_scalar(value: object, hint: object) -> bool | int | float | str:
             return value
         example = f"'{value}'" if value is not None else "'text'"
         raise Mismatch("must be text (quote it if that is what is meant)", example)
-    return _convert_number(value, is_whole=hint is int)
-
-
-def _convert_number(value: object, is_whole: bool) -> int | float:
+    is_whole = hint is int
     kind = "whole number" if is_whole else "number"
     if isinstance(value, str):
         try:

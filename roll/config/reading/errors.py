@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll.config.reading.masking import MASK, masked, masked_text
@@ -91,11 +91,6 @@ class Problems:
 
     def noted(self, key: str) -> bool:
         return any(notice.key == key for notice in self.notices)
-
-    def located(self, source_of: Callable[[str], str]) -> list[Problem]:
-        """The errors with the file (and line) of each key."""
-        named = [replace(item, key=self.rename(item.key)) for item in self.errors]
-        return [replace(item, source=source_of(item.key)) for item in named]
 
 
 def plain_words(value: object) -> str:

@@ -62,7 +62,6 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         path, environ = f"{name}.strategy_args.strategy_config", {**os.environ, **role.system_envs}
         _check_keys(path, self, role.strategy_args.strategy_config, problems)
-        _check_zero_section(path, self, problems)
         try:
             # As on the machine of the run: this one may have no accelerator.
             plan = plan_zero(self, environ, trains=trains, has_accelerator=True)
@@ -187,20 +186,6 @@ def numbers(value: object) -> Any:
     return value
 
 
-def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
-    section, key = numbers(config.zero_optimization), f"{path}.zero_optimization"
-    stage = section.get("stage")
-    if stage is not None and stage not in (0, 1, 2, 3):
-        problems.add(f"{key}.stage", stage, "must be one of 0, 1, 2, 3", 2)
-    elif stage is not None and config.zero_stage not in (None, stage):
-        problems.add(f"{path}.zero_stage", config.zero_stage, f"disagrees with {key}.stage ({stage}); keep one", stage)
-    if config.offload not in (None, "none"):
-        for name in ("offload_optimizer", "offload_param"):
-            if name in section:
-                rule = f"means the same as {key}.{name}, which is there too; keep one of them"
-                problems.add(f"{path}.offload", config.offload, rule)
-
-
 def _check_muon(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
     """Options with which DeepSpeed steps by an AdamW of its own."""
     section = numbers(config.zero_optimization)
@@ -224,7 +209,8 @@ _SCALARS: dict[str, tuple[Callable[[object], bool], str, object]] = {
 
 
 def _check_keys(path: str, config: DeepSpeedStrategyConfig, written: Mapping[str, Any], problems: Problems) -> None:
-    """Every key that is passed through is one of DeepSpeed's, and one that does something."""
+    """Every key that is passed through is one of DeepSpeed's, and one that does something; none contradicts a shorthand
+    or repeats it."""
     for name in ("zero_optimization", "bf16"):
         _check_section(f"{path}.{name}", name, getattr(config, name), problems)
     own = {item.name for item in fields(config)}
@@ -240,6 +226,16 @@ def _check_keys(path: str, config: DeepSpeedStrategyConfig, written: Mapping[str
             problems.add(key, value, *_SCALARS[name][1:])
         else:
             _check_section(key, name, value, problems)
+    section, key = numbers(config.zero_optimization), f"{path}.zero_optimization"
+    stage = section.get("stage")
+    if stage is not None and stage not in (0, 1, 2, 3):
+        problems.add(f"{key}.stage", stage, "must be one of 0, 1, 2, 3", 2)
+    elif stage is not None and config.zero_stage not in (None, stage):
+        problems.add(f"{path}.zero_stage", config.zero_stage, f"disagrees with {key}.stage ({stage}); keep one", stage)
+    for name in ("offload_optimizer", "offload_param") if config.offload not in (None, "none") else ():
+        if name in section:
+            rule = f"means the same as {key}.{name}, which is there too; keep one of them"
+            problems.add(f"{path}.offload", config.offload, rule)
 
 
 def _check_section(path: str, section: str, data: object, problems: Problems) -> None:

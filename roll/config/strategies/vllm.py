@@ -84,11 +84,9 @@ class VllmStrategyConfig(PackagedEngineConfig):
                 "needs an engine without stages: some tokens of a batch are in flight between them when weights arrive"
             )
             problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
-        if self.speculative_config is not None:
-            self._check_speculation(f"{path}.speculative_config", name, role, problems)
-
-    def _check_speculation(self, path: str, name: str, role: WorkerConfig, problems: Problems) -> None:
-        speculation = self.speculative_config or {}
+        if self.speculative_config is None:
+            return
+        path, speculation = f"{path}.speculative_config", self.speculative_config
         method, number = speculation.get("method"), speculation.get("num_speculative_tokens")
         if method not in SPECULATIONS:
             # The weights of a draft model would stay what they are while the policy learns.
