@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from roll.config.reading.masking import masked_text, register_secrets
 from roll.rewards.base import RewardResult, RewardRule, RewardSample
 from roll.rewards.custom import LoopThread
-
-logger = logging.getLogger(__name__)
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses worth a retry; others, such as 401 and 404, are permanent."""

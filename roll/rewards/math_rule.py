@@ -20,12 +20,7 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 from roll.datasets.forms import last_boxed, last_marked
-from roll.rewards.answers import (
-    SOURCES,
-    after_thought,
-    other_notation,
-    value_in_base,
-)
+from roll.rewards.answers import SOURCES, after_thought, other_notation, value_in_base
 from roll.rewards.base import CURRENCIES, NUMERAL, RewardResult, RewardRule, RewardSample, failure, parse_number
 from roll.rewards.notation import canonical, choice_in_front, plain, top_level_items
 from roll.rewards.units import quantity

@@ -272,8 +272,6 @@ _GROWING = (
     catalan,
     harmonic,
 )
-_FACTORIALS_OF_TWO = (sympy.RisingFactorial, sympy.FallingFactorial)
-_ITERATED = (sympy.Sum, sympy.Product)
 
 
 class TooLarge(Exception):
@@ -314,11 +312,11 @@ def _height(node: object, limit: float) -> float:
     if isinstance(node, _GROWING):
         number = _magnitude(parts[0], bits[0])
         return number * math.log2(number + 1)
-    if isinstance(node, _FACTORIALS_OF_TWO):
+    if isinstance(node, sympy.RisingFactorial | sympy.FallingFactorial):
         return _magnitude(parts[1], bits[1]) * (max(bits) + 1)
     if isinstance(node, sympy.binomial):
         return min(_magnitude(parts[0], bits[0]), _magnitude(parts[1], bits[1]) * (bits[0] + 1))
-    if isinstance(node, _ITERATED):
+    if isinstance(node, sympy.Sum | sympy.Product):
         return _iterated(node, limit)
     # The bits of a sum of fractions add up as those of a product do.
     return sum(bits) + len(bits) - 1 if isinstance(node, sympy.Add | sympy.Mul) else max(bits, default=0.0)

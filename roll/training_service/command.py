@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import secrets
 import threading
 from collections.abc import Sequence
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
     from roll.config.roles import ModelArguments
     from roll.serving.http import HttpServer
-
-logger = logging.getLogger(__name__)
 
 OUTPUT = "output/training-service"
 # Tokens of a datum, or of prompt and response, where the model has more positions and the command says nothing.

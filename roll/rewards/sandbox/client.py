@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -20,8 +19,6 @@ from typing import Any
 
 from roll.rewards.sandbox import candidate, confinement, kernel
 from roll.rewards.sandbox.protections import PROTECTIONS, Ended, Limits, Report, check_required
-
-logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 60.0
 END_GRACE = 10.0  # seconds beyond a process's wall time limit within which its end must have been reported
