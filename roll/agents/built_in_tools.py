@@ -177,37 +177,34 @@ class ToolSet:
         self._programs: list[PythonTool] = []
         self._servers: list[McpServer] = []
         for spec in specs:
-            self._add(spec)
+            if isinstance(spec, str):
+                spec = {spec: {}} if spec in KINDS else {"function": spec}
+            ((kind, options),) = spec.items() if isinstance(spec, Mapping) and len(spec) == 1 else [("", None)]
+            if kind == "function":
+                self._tools.append(tool_of(load_function(options, "function")))
+                continue
+            if kind not in KINDS or not isinstance(options, Mapping | None):
+                names = ", ".join((*KINDS, "function"))
+                raise ToolError(f"{spec!r} must be the dotted path of a function, or one of {names} with its options")
+            options = dict(options or {})
+            parameters = inspect.signature(KINDS[kind]).parameters
+            for name in options:
+                if name not in parameters:
+                    hint = did_you_mean(name, parameters, "; did you mean {!r}?")
+                    raise ToolError(f"{kind} has no option {name!r}{hint} (it has {', '.join(parameters)})")
+            missing = [one.name for one in parameters.values() if one.default is one.empty and one.name not in options]
+            if missing:
+                raise ToolError(f"{kind} needs the option {missing[0]!r}")
+            if kind == "mcp":
+                self._servers.append(McpServer(**options))
+            elif kind == "python":
+                self._programs.append(PythonTool(**options))
+                self._tools.append(self._programs[-1].tool())
+            else:
+                self._tools.append(search_tool(**options))
         self._opening: asyncio.Lock | None = None
         self._box: ToolBox | None = None
         ToolBox(self._tools)  # refuses two tools with one name
-
-    def _add(self, spec: object) -> None:
-        if isinstance(spec, str):
-            spec = {spec: {}} if spec in KINDS else {"function": spec}
-        ((kind, options),) = spec.items() if isinstance(spec, Mapping) and len(spec) == 1 else [("", None)]
-        if kind == "function":
-            self._tools.append(tool_of(load_function(options, "function")))
-            return
-        if kind not in KINDS or not isinstance(options, Mapping | None):
-            names = ", ".join((*KINDS, "function"))
-            raise ToolError(f"{spec!r} must be the dotted path of a function, or one of {names} with its options")
-        options = dict(options or {})
-        parameters = inspect.signature(KINDS[kind]).parameters
-        for name in options:
-            if name not in parameters:
-                hint = did_you_mean(name, parameters, "; did you mean {!r}?")
-                raise ToolError(f"{kind} has no option {name!r}{hint} (it has {', '.join(parameters)})")
-        missing = [one.name for one in parameters.values() if one.default is one.empty and one.name not in options]
-        if missing:
-            raise ToolError(f"{kind} needs the option {missing[0]!r}")
-        if kind == "mcp":
-            self._servers.append(McpServer(**options))
-        elif kind == "python":
-            self._programs.append(PythonTool(**options))
-            self._tools.append(self._programs[-1].tool())
-        else:
-            self._tools.append(search_tool(**options))
 
     def check_host(self) -> None:
         """Raise ``ToolError`` where this host does not give what a tool needs."""

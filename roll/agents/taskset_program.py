@@ -137,19 +137,16 @@ class Played:
             name = getattr(needs[0], "__name__", type(needs[0]).__name__)
             raise OptionError(f"{self.seat}.runtime.type", f"{name} needs a container; docker or podman gives it one")
         self.environment = vf.load_environment(config)
-        self.tasks = self._selected(options["select"])
-
-    def _selected(self, select: Mapping[str, Any]) -> list[Any]:
+        select = dict(options["select"])
         try:
-            tasks = self.environment.taskset.select(vf.SelectConfig.model_validate(dict(select)))
+            tasks = self.environment.taskset.select(vf.SelectConfig.model_validate(select))
         except ValidationError as error:
             raise OptionError(*located(error, "select")[0]) from error
         if not tasks.bounded:
             raise OptionError("select.limit", "is needed: the taskset has no end; 1000 takes its first thousand tasks")
-        found = list(tasks)
-        if not found:
-            raise OptionError("select", f"leaves no task: {json.dumps(dict(select))}")
-        return found
+        self.tasks = list(tasks)
+        if not self.tasks:
+            raise OptionError("select", f"leaves no task: {json.dumps(select)}")
 
     async def play(self, web: httpx.AsyncClient, given: Mapping[str, Any]) -> None:
         """Play an episode and tell the run what came of it."""

@@ -106,7 +106,20 @@ def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Me
     one that ``tool_format`` does not read.
     """
     begun = template.render(messages)
-    texts = [text for arguments in _ARGUMENTS if (text := _rendered(template, messages, name, arguments)) is not None]
+    texts: list[str] = []
+    for arguments in _ARGUMENTS:
+        text = None
+        # Some templates write calls only where there is no content at all, and then with arguments as JSON.
+        for content, value in (("", arguments), (None, json.dumps(arguments))):
+            call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": value}}
+            response: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
+            try:
+                text = template.render([*messages, response], False)
+            except TemplateError:
+                continue
+            if name in text[len(template.render(messages, False)) :]:
+                break
+        texts += [] if text is None else [text]
     stem, closing = begun, ""
     if (texts and not texts[0].startswith(begun)) or (begun.rstrip().endswith(_THINK) and not texts):
         stem, closing = begun.rpartition(_THINK)[0], _THOUGHT
@@ -118,24 +131,10 @@ def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Me
     written = shown[0].rstrip()
     for end in template.end_texts:
         written = written.removesuffix(end)
-    if [call.name for call in parse_response(written, tool_format).calls] != [name]:
+    if [one.name for one in parse_response(written, tool_format).calls] != [name]:
         raise TemplateError(f"the chat template writes tool calls in another form than {tool_format}")
     # A brace or a quote is one token with what follows it, so it is the policy's.
     return closing + common_prefix(shown).rstrip(' {"<')
-
-
-def _rendered(template: ChatTemplate, messages: Sequence[Message], name: str, arguments: dict[str, str]) -> str | None:
-    text = None
-    # Some templates write calls only where there is no content at all, and then with arguments as JSON.
-    for content, value in (("", arguments), (None, json.dumps(arguments))):
-        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": value}}
-        try:
-            text = template.render([*messages, {"role": "assistant", "content": content, "tool_calls": [call]}], False)
-        except TemplateError:
-            continue
-        if name in text[len(template.render(messages, False)) :]:
-            break
-    return text
 
 
 async def choose_opening(openings: Sequence[list[int]], prompt_ids: Sequence[int], draw: DrawToken) -> int:

@@ -239,42 +239,38 @@ class VerlAgent:
         return {name: tools[name] for name in chosen if name in tools} if chosen else tools
 
     def _first_messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """The conversation of the row, with its images; ValueError where it has none, or other images than places."""
+        """The conversation of the row, with its images in place of each ``<image>``, in order; ``ValueError`` where it
+        has no conversation, or other images than places."""
         options = self._options
-        messages = row.get(options.prompt_key)
+        messages, column = row.get(options.prompt_key), options.image_key
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError(f"column {options.prompt_key}: must hold a conversation, a list of messages")
-        images = row.get(options.image_key)
-        if images is None or len(images) == 0:
+        if row.get(column) is None or len(row[column]) == 0:
             return [dict(message) for message in messages]
-        return _with_images(messages, row, options.image_key)
+        number = 0
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # the column may hold anything
+            number = int(row.get("index", 0))
+        reader, source = ImageReader(None, column), SourceRow(Path("custom_envs"), number, dict(row))
+        images = [reader.encoded(source, value, place) for place, value in enumerate(row[column])]
+        marks = sum(str(message["content"]).count(IMAGE_MARK) for message in messages)
+        if marks != len(images):
+            found = f"has {len(images)} images, and the conversation {marks} times {IMAGE_MARK}"
+            raise ValueError(f"column {column}: {found}")
+        left, shown = iter(images), []
+        for message in messages:
+            content: Any = message["content"]
+            if IMAGE_MARK in str(content):
+                pieces = re.split(f"({re.escape(IMAGE_MARK)})", str(content))
+                content = [
+                    {"type": "image", "image": next(left)} if piece == IMAGE_MARK else {"type": "text", "text": piece}
+                    for piece in pieces
+                    if piece
+                ]
+            shown.append({**message, "content": content})
+        return shown
 
     async def close(self) -> None:
         self._verifier.close()
-
-
-def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: str) -> list[Message]:
-    """The conversation with the images of ``column``, as many as there are, in place of each ``<image>``, in order."""
-    number = 0
-    with contextlib.suppress(TypeError, ValueError, OverflowError):  # the column may hold anything
-        number = int(row.get("index", 0))
-    reader, source = ImageReader(None, column), SourceRow(Path("custom_envs"), number, dict(row))
-    images = [reader.encoded(source, value, place) for place, value in enumerate(row[column])]
-    marks = sum(str(message["content"]).count(IMAGE_MARK) for message in messages)
-    if marks != len(images):
-        raise ValueError(f"column {column}: has {len(images)} images, and the conversation {marks} times {IMAGE_MARK}")
-    left, shown = iter(images), []
-    for message in messages:
-        content: Any = message["content"]
-        if IMAGE_MARK in str(content):
-            pieces = re.split(f"({re.escape(IMAGE_MARK)})", str(content))
-            content = [
-                {"type": "image", "image": next(left)} if piece == IMAGE_MARK else {"type": "text", "text": piece}
-                for piece in pieces
-                if piece
-            ]
-        shown.append({**message, "content": content})
-    return shown
 
 
 def schema_of(tool: Any) -> Message:

@@ -175,8 +175,23 @@ def stated_answer(text: str) -> str | None:
             return _with_unit(_joined(formulas, run), segment[run.end() :])
         if (found := _plain_value(segment)) is not None:
             return found
+    # Else the last sentence, which does not say that it is the answer.
     sentence = last_sentence(masked)
-    return None if sentence is None else _from_sentence(formulas, sentence)
+    if sentence is None:
+        return None
+    runs = list(_RUN.finditer(sentence))
+    if runs:
+        number = _ENDS_IN_NUMBER.search(sentence, runs[-1].end())
+        if number is not None:
+            return number.group("number").strip()
+        return _with_unit(_joined(formulas, runs[-1]), sentence[runs[-1].end() :])
+    introduced = list(_INTRODUCED.finditer(sentence))
+    for match in reversed(introduced):
+        value = sentence[match.end() :]
+        if _looks_like_mathematics(value):
+            return _plain_value(value)
+    whole = _LEAD.sub("", sentence, count=1)
+    return _plain_value(whole) if _looks_like_mathematics(whole) else None
 
 
 def isolated_number(text: str) -> str | None:
@@ -229,23 +244,6 @@ def last_sentence(masked: str) -> str | None:
         if re.search(rf"{_MASK}|[0-9]|\\[a-zA-Z]", sentence):
             return _REMARK.sub(" ", sentence).strip().rstrip(".!").rstrip()
     return None
-
-
-def _from_sentence(formulas: list[str], sentence: str) -> str | None:
-    """The answer from a sentence that does not say that it is one."""
-    runs = list(_RUN.finditer(sentence))
-    if runs:
-        number = _ENDS_IN_NUMBER.search(sentence, runs[-1].end())
-        if number is not None:
-            return number.group("number").strip()
-        return _with_unit(_joined(formulas, runs[-1]), sentence[runs[-1].end() :])
-    introduced = list(_INTRODUCED.finditer(sentence))
-    for match in reversed(introduced):
-        value = sentence[match.end() :]
-        if _looks_like_mathematics(value):
-            return _plain_value(value)
-    whole = _LEAD.sub("", sentence, count=1)
-    return _plain_value(whole) if _looks_like_mathematics(whole) else None
 
 
 def _joined(formulas: list[str], run: re.Match[str]) -> str:

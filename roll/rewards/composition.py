@@ -46,29 +46,30 @@ class CompositeReward(RewardFunction):
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         columns = [component.reward(samples) for component in self.components]
-        return [self._combined(row) for row in zip(*columns, strict=True)]
-
-    def _combined(self, results: Sequence[RewardResult]) -> RewardResult:
-        total, factor = 0.0, 1.0
-        metrics: dict[str, float] = {}
-        errors = []
-        for component, result in zip(self.components, results, strict=True):
-            name, has_failed = component.name, result.error is not None
-            score = component.part.error_value if has_failed else result.score
-            # Averaged over samples, failures become rates.
-            metrics |= {f"{name}/{number}": value for number, value in result.metrics.items()}
-            metrics |= {} if score is None else {f"{name}/score": score}
-            timed_out = TIMEOUT_MARK in (result.error or "")
-            metrics |= {f"{name}/error_rate": float(has_failed), f"{name}/timeout_rate": float(timed_out)}
-            if score is None:
-                errors.append(f"{name}: {result.error}")
-            elif component.part.gate:
-                factor *= score
+        combined = []
+        for results in zip(*columns, strict=True):
+            total, factor = 0.0, 1.0
+            metrics: dict[str, float] = {}
+            errors = []
+            for component, result in zip(self.components, results, strict=True):
+                name, has_failed = component.name, result.error is not None
+                score = component.part.error_value if has_failed else result.score
+                # Averaged over samples, failures become rates.
+                metrics |= {f"{name}/{number}": value for number, value in result.metrics.items()}
+                metrics |= {} if score is None else {f"{name}/score": score}
+                timed_out = TIMEOUT_MARK in (result.error or "")
+                metrics |= {f"{name}/error_rate": float(has_failed), f"{name}/timeout_rate": float(timed_out)}
+                if score is None:
+                    errors.append(f"{name}: {result.error}")
+                elif component.part.gate:
+                    factor *= score
+                else:
+                    total += component.part.weight * score
+            if errors and factor != 0:
+                combined.append(RewardResult(None, metrics, "; ".join(errors)))
             else:
-                total += component.part.weight * score
-        if errors and factor != 0:
-            return RewardResult(None, metrics, "; ".join(errors))
-        return RewardResult(total * factor if factor else 0.0, metrics)
+                combined.append(RewardResult(total * factor if factor else 0.0, metrics))
+        return combined
 
     def check_host(self) -> None:
         for component in self.components:

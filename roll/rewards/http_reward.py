@@ -39,19 +39,17 @@ class HttpReward(ServiceOptions, ServiceRule):
         self._client = JsonClient(self.url, self, os.environ.get(self.api_key_env, ""))
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        batches = [samples[begin : begin + self.batch_size] for begin in range(0, len(samples), self.batch_size)]
-        replies = self._client.post(
-            [{"samples": [self._sample(sample) for sample in batch], "options": self.options} for batch in batches]
-        )
-        return [result for batch, reply in zip(batches, replies, strict=True) for result in read(reply, len(batch))]
-
-    def _sample(self, sample: RewardSample) -> Any:
-        row = sample.row if self.columns is None else {name: sample.row.get(name) for name in self.columns}
         names = ("prompt", "response", "ground_truth", "finish_reason")
-        content = {name: getattr(sample, name) for name in names} | {"row": row}
-        # Arrays become lists; what else JSON does not know becomes its text.
-        plain = json.dumps(content, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-        return json.loads(plain)
+        contents = []
+        for sample in samples:
+            row = sample.row if self.columns is None else {name: sample.row.get(name) for name in self.columns}
+            content = {name: getattr(sample, name) for name in names} | {"row": row}
+            # Arrays become lists; what else JSON does not know becomes its text.
+            plain = json.dumps(content, default=lambda one: one.tolist() if hasattr(one, "tolist") else str(one))
+            contents.append(json.loads(plain))
+        batches = [contents[begin : begin + self.batch_size] for begin in range(0, len(contents), self.batch_size)]
+        replies = self._client.post([{"samples": batch, "options": self.options} for batch in batches])
+        return [result for batch, reply in zip(batches, replies, strict=True) for result in read(reply, len(batch))]
 
 
 def read(reply: Reply, count: int) -> list[RewardResult]:

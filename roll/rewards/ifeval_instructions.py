@@ -90,21 +90,16 @@ def count_sentences(text: str) -> int:
     count, begin = 0, 0
     for end in _SENTENCE_END.finditer(text):
         tail = text[max(begin, end.end() - _LONGEST_ABBREVIATION) : end.end()]
-        if end.end() < len(text) and _ends_in_abbreviation(tail):
-            continue
+        last = _LAST_WORD.search(tail) if end.end() < len(text) else None
+        if last is not None:
+            word = last.group(1).lstrip("\"'“‘([*_")
+            # A single capital is an initial ("J. Smith"), "I" and small letters are words.
+            is_initial = _INITIALS.fullmatch(word) and (len(word) > 1 or (word.isupper() and word != "I"))
+            if is_initial or word.lower() in _ABBREVIATIONS:
+                continue
         count += not text[begin : end.end()].isspace()
         begin = end.end()
     return count + bool(text[begin:])
-
-
-def _ends_in_abbreviation(piece: str) -> bool:
-    last = _LAST_WORD.search(piece)
-    if last is None:
-        return False
-    word = last.group(1).lstrip("\"'“‘([*_")
-    # A single capital is an initial ("J. Smith"), "I" and small letters are words.
-    is_initial = _INITIALS.fullmatch(word) is not None and (len(word) > 1 or (word.isupper() and word != "I"))
-    return is_initial or word.lower() in _ABBREVIATIONS
 
 
 def parts(text: str, separator: str) -> list[str] | None:

@@ -68,30 +68,28 @@ class ScoreReader:
         if self.extract == "logprob":
             raw = probability(choice, self.positive, self.negative)
         else:
-            raw = self._find(answer_text(choice), choice.get("finish_reason") in CUT)
+            assert self.extract is not None, "set by the judge"
+            text, is_cut = answer_text(choice), choice.get("finish_reason") in CUT
+            found = {
+                "yes_no": lambda: stated_word(text, self.positive, self.negative, is_cut),
+                "number": lambda: self._on_scale(_decisive(text, _STRONG_NUMBERS, _WEAK_NUMBERS, is_cut)),
+                "boxed": lambda: self._value(last_boxed(text)),
+                "json": lambda: self._value(json_value(text, self.json_field)),
+                "regex": lambda: self._value(last_match(self.score_pattern, text, is_cut)),
+            }[self.extract]()
+            if found is None:
+                why = "; it was cut off: give it more max_tokens" if is_cut else ""
+                # The end of the text, where the verdict should have been.
+                shown = " ".join(text.split())
+                shown = shown if len(shown) <= MAX_SHOWN else f"... {shown[-MAX_SHOWN:]}"
+                raise NoScore(f"no score ({self.extract}) in the judge's answer {shown!r}{why}")
+            raw = float(found)
         low, high = self.min_score, self.max_score
         if (low is not None and raw < low) or (high is not None and raw > high):
             raise NoScore(f"the judge's score {raw:g} is not between {low} and {high}")
         if self.rescale and low is not None and high is not None:
             return (raw - low) / (high - low), raw
         return raw, raw
-
-    def _find(self, text: str, is_cut: bool) -> float:
-        assert self.extract is not None, "set by the judge"
-        found = {
-            "yes_no": lambda: stated_word(text, self.positive, self.negative, is_cut),
-            "number": lambda: self._on_scale(_decisive(text, _STRONG_NUMBERS, _WEAK_NUMBERS, is_cut)),
-            "boxed": lambda: self._value(last_boxed(text)),
-            "json": lambda: self._value(json_value(text, self.json_field)),
-            "regex": lambda: self._value(last_match(self.score_pattern, text, is_cut)),
-        }[self.extract]()
-        if found is None:
-            why = "; it was cut off: give it more max_tokens" if is_cut else ""
-            # The end of the text, where the verdict should have been.
-            shown = " ".join(text.split())
-            shown = shown if len(shown) <= MAX_SHOWN else f"... {shown[-MAX_SHOWN:]}"
-            raise NoScore(f"no score ({self.extract}) in the judge's answer {shown!r}{why}")
-        return float(found)
 
     def _on_scale(self, match: re.Match[str] | None) -> float | None:
         """The number of a match as it was written; ``NoScore`` if it is on another scale than ``max_score``."""

@@ -100,15 +100,6 @@ def normalized(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def word_f1(answer: str, truth: str) -> float:
-    """Harmonic mean of precision and recall of the words, counted with multiplicity; two empty texts agree."""
-    given, wanted = normalized(answer).split(), normalized(truth).split()
-    if not given or not wanted:
-        return float(given == wanted)
-    shared = sum((Counter(given) & Counter(wanted)).values())
-    return 2 * shared / (len(given) + len(wanted))
-
-
 @dataclass
 class _AgainstTexts(RewardRule):
     """The best comparison with any acceptable answer, times ``score``; a ground truth may be a list of those."""
@@ -155,7 +146,12 @@ class F1(_AgainstTexts):
     client_options: ClassVar[tuple[str, ...]] = ("*",)
 
     def compare(self, answer: str, truth: str) -> float:
-        return word_f1(answer, truth)
+        """Harmonic mean of precision and recall of the words, counted with multiplicity; two empty texts agree."""
+        given, wanted = normalized(answer).split(), normalized(truth).split()
+        if not given or not wanted:
+            return float(given == wanted)
+        shared = sum((Counter(given) & Counter(wanted)).values())
+        return 2 * shared / (len(given) + len(wanted))
 
 
 _TAGGED = r"\s*<answer>.*?</answer>\s*"

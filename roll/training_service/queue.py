@@ -157,12 +157,19 @@ class Queue:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            name = self._next()
-            if name is None:
+            ready = {name: line for name, line in self._lines.items() if line.ready}
+            if not ready:
                 self._wakes.clear()
                 await self._wakes.wait()
                 continue
-            line = self._lines[name]
+            latest = time.monotonic() - ABSENT_SECONDS
+            for line in ready.values():
+                if line.owner.seen < latest:  # Nor does absence earn credit.
+                    line.owner.used = max(line.owner.used, self._clock)
+            name = min(ready, key=lambda one: (ready[one].owner.seen < latest, ready[one].owner.used))
+            self._lines.move_to_end(name)  # Lines of one owner take turns: the first of equals is chosen.
+            line = ready[name]
+            self._clock = max(self._clock, line.owner.used)
             jobs = [line.ready.popleft()]
             while jobs[0].group is not None and line.ready and len(jobs) < MAX_GROUP:
                 jobs.append(line.ready.popleft())
@@ -176,20 +183,6 @@ class Queue:
                     line.ready.appendleft(job)
                 else:
                     self._finish(job, Failure(f"{name} has been unloaded"))
-
-    def _next(self) -> str | None:
-        """The line whose turn it is; None: no request is ready."""
-        ready = {name: line for name, line in self._lines.items() if line.ready}
-        if not ready:
-            return None
-        latest = time.monotonic() - ABSENT_SECONDS
-        for line in ready.values():
-            if line.owner.seen < latest:  # Nor does absence earn credit.
-                line.owner.used = max(line.owner.used, self._clock)
-        name = min(ready, key=lambda one: (ready[one].owner.seen < latest, ready[one].owner.used))
-        self._lines.move_to_end(name)  # Lines of one owner take turns: the first of equals is chosen.
-        self._clock = max(self._clock, ready[name].owner.used)
-        return name
 
     def _finish(self, job: Job, result: Result) -> None:
         job.result, job.compute, job.group, job.slices = result, None, None, None

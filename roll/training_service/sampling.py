@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,21 +65,19 @@ class Sampler:
         """Sample with an adapter from now on, known by ``key`` and read if it is another; None: the base model."""
         if key == self._key:
             return
-        merged = {} if read is None else dict(self._merged(read()))
+        merged: dict[str, Tensor] = {}
+        if read is not None:
+            weights = read()
+            for stem in (name.removesuffix(_DOWN) for name in weights.tensors if name.endswith(_DOWN)):
+                weight = f"{stem.removeprefix(_PREFIX)}.weight"
+                own = self._base.model.get_parameter(weight)
+                down, up = (weights.tensors[stem + end].to(own.device) for end in (_DOWN, _UP))
+                merged[weight] = merged_weight(own, down, up, weights.scaling)
         self._engine.start_weight_update(next(self._versions))
         restored = {name: self._base.model.get_parameter(name) for name in self._adapted - merged.keys()}
         self._engine.update_weights({**restored, **merged})
         self._engine.finish_weight_update()
         self._key, self._adapted = key, set(merged)
-
-    def _merged(self, weights: AdapterWeights) -> Iterator[tuple[str, Tensor]]:
-        for name, down in weights.tensors.items():
-            if name.endswith(_DOWN):
-                stem = name.removesuffix(_DOWN)
-                weight = f"{stem.removeprefix(_PREFIX)}.weight"
-                own = self._base.model.get_parameter(weight)
-                up = weights.tensors[stem + _UP].to(own.device)
-                yield weight, merged_weight(own, down.to(own.device), up, weights.scaling)
 
     def sample(self, requests: Sequence[SampleRequest]) -> dict[str, bytes | str]:
         """``SampleResponse`` of each request, or why it has failed."""

@@ -278,7 +278,19 @@ def _tensor(message: Message, where: str) -> torch.Tensor:
         raise ValueError(f"{where}: dtype {message.dtype} is not served; float32 (1) and int64 (2) are")
     shape = list(message.shape)
     if message.HasField("sparse_csr"):
-        return _dense(message.sparse_csr, shape, dtype, where)
+        csr = message.sparse_csr
+        if len(shape) != 2 or min(shape) < 0:
+            raise ValueError(f"{where}: a sparse tensor of shape {shape} must be (T, K)")
+        values = _array(csr.values, dtype, where)
+        rows = _array(csr.crow_indices, np.dtype(np.int64), where)
+        columns = _array(csr.col_indices, np.dtype(np.int64), where)
+        counts = np.diff(rows)
+        fits = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns)
+        if not fits or (counts < 0).any() or ((columns < 0) | (columns >= shape[1])).any():
+            raise ValueError(f"{where}: the indices of the sparse tensor do not fit its shape {shape}")
+        dense = np.zeros(shape, dtype)
+        dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+        return torch.from_numpy(dense)
     values = _array(message.dense, dtype, where)
     shape = shape or [len(values)]
     # Python integers: a product of int64 sizes can overflow to the wanted number.
@@ -286,21 +298,6 @@ def _tensor(message: Message, where: str) -> torch.Tensor:
         raise ValueError(f"{where}: {len(values)} values do not fill the shape {shape}")
     # A copy: the bytes of a message are read-only, and tensors are not.
     return torch.from_numpy(values.reshape(shape).copy())
-
-
-def _dense(csr: Message, shape: list[int], dtype: np.dtype[Any], where: str) -> torch.Tensor:
-    if len(shape) != 2 or min(shape) < 0:
-        raise ValueError(f"{where}: a sparse tensor of shape {shape} must be (T, K)")
-    values = _array(csr.values, dtype, where)
-    rows = _array(csr.crow_indices, np.dtype(np.int64), where)
-    columns = _array(csr.col_indices, np.dtype(np.int64), where)
-    counts = np.diff(rows)
-    fits = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns)
-    if not fits or (counts < 0).any() or ((columns < 0) | (columns >= shape[1])).any():
-        raise ValueError(f"{where}: the indices of the sparse tensor do not fit its shape {shape}")
-    dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return torch.from_numpy(dense)
 
 
 def pass_output(log_probs: Sequence[torch.Tensor], metrics: Mapping[str, float]) -> bytes:

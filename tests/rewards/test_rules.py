@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from roll.rewards import RewardSample, build_reward
 from roll.rewards.base import RewardFunction
-from roll.rewards.text_rules import repeated_share, word_f1
+from roll.rewards.text_rules import F1, repeated_share
 from tests.rewards.stated_cases import rows_of
 
 MATH = {"format_score": 0.1, "timeout": 10}
@@ -76,10 +76,11 @@ def test_a_pattern_that_never_ends_is_cut_off_and_reported() -> None:
 @given(st.text(max_size=40), st.text(max_size=40))
 @settings(deadline=None)
 def test_f1_is_symmetric_and_bounded(one: str, other: str) -> None:
-    value = word_f1(one, other)
+    rule = F1()
+    value = rule.compare(one, other)
     assert 0.0 <= value <= 1.0
-    assert value == word_f1(other, one)
-    assert word_f1(one, one) == 1.0
+    assert value == rule.compare(other, one)
+    assert rule.compare(one, one) == 1.0
 
 
 @pytest.mark.parametrize(
