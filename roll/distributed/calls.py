@@ -151,8 +151,18 @@ class PendingCall(Generic[R]):
 
     def _failure(self, rank: int, error: ray.exceptions.RayError) -> RemoteError:
         failures = {rank: error}
-        # A plain error of its own is the cause already; only ranks that failed at the same moment are collected.
-        self._listen(failures, _GRACE_SECONDS if _gravity(error)[0] == _PEER else 0.1)
+        # Failures of further ranks are collected for a moment: a short one where this error is not of a peer's making
+        # and so is the cause already, unless others failed at the same time.
+        end = time.monotonic() + (_GRACE_SECONDS if _gravity(error)[0] == _PEER else 0.1)
+        while waiting := [ref for ref in self.unanswered if self._rank_of[ref] not in failures]:
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            further = self._rank_of[ready[0]]
+            try:
+                self._answers[further] = ray.get(ready[0])
+            except ray.exceptions.RayError as failure:
+                failures[further] = failure
         worst = sorted(failures, key=lambda r: (_gravity(failures[r]), r))
         died = not isinstance(failures[worst[0]], ray.exceptions.RayTaskError)
         # A worker that raised has sent its stack; only of a process that died is the log all that is left.
@@ -160,20 +170,6 @@ class PendingCall(Generic[R]):
         silent = [r for r in self._refs if r not in self._answers and r not in failures]
         kind = WorkerDied if died else WorkerFailed
         return kind(self.cluster, self.method, time.monotonic() - self.began, reports, silent)
-
-    def _listen(self, failures: dict[int, ray.exceptions.RayError], seconds: float) -> None:
-        """Collect failures of further ranks for a moment; a death or a plain error ends it, being the cause."""
-        end = time.monotonic() + seconds
-        while True:
-            waiting = [ref for ref in self.unanswered if self._rank_of[ref] not in failures]
-            ready = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))[0] if waiting else []
-            if not ready:
-                return
-            rank = self._rank_of[ready[0]]
-            try:
-                self._answers[rank] = ray.get(ready[0])
-            except ray.exceptions.RayError as error:
-                failures[rank] = error
 
     def _report(self, rank: int, error: ray.exceptions.RayError, with_log: bool) -> RankReport:
         address = self._address(rank)

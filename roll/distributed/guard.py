@@ -258,7 +258,6 @@ def main() -> None:
 
 def _clean_up(facts: Mapping[str, Any]) -> None:
     folder = Path(facts["folder"]) if facts.get("folder") else None
-    killed = f"the run's process (pid {facts['driver']}) ended without a word"
     cause = facts.get("cause")
     # The reason for which Ray's client has ended the driver, if it noticed the daemon's end first.
     for log in [] if cause or folder is None else folder.glob("session_2*/logs/python-core-driver-*.log"):
@@ -266,25 +265,22 @@ def _clean_up(facts: Mapping[str, Any]) -> None:
             text = log.read_text(encoding="utf-8", errors="replace")
             if any(words in text for words in _RAYLET_ENDED):
                 cause = "Ray's raylet ended, and the run with it"
-    cause = cause or killed
+    cause = cause or f"the run's process (pid {facts['driver']}) ended without a word"
     end_run(str(facts["mark"]), folder, patience=0.5)
     if folder is not None:
         shutil.rmtree(folder.parent, ignore_errors=True)
-    _report(f"{cause}\n{facts.get('account', '')}".rstrip(), facts.get("log"))
+    text = f"{cause}\n{facts.get('account', '')}".rstrip()
+    with suppress(OSError):  # the terminal is gone
+        os.write(2, f"{text}\n".encode())
+    # Detached from standard error, so that its reader need not wait for the rest.
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    if facts.get("log"):
+        with suppress(OSError), Path(facts["log"]).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR roll.guard: {text}\n")
     if facts.get("command"):
         with suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(facts["command"], stdout=2, timeout=_COMMAND_SECONDS, check=False)
-
-
-def _report(text: str, log: str | None) -> None:
-    """Write to standard error, then detach from it, so that its reader need not wait for the rest; and to the log."""
-    with suppress(OSError):  # the terminal is gone
-        os.write(2, f"{text}\n".encode())
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    if log:
-        with suppress(OSError), Path(log).open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR roll.guard: {text}\n")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,9 @@ class Supervisor:
                     self._rejoin = _START_SECONDS + min(MOST_WAIT, self._config.restart_backoff * 2**self._restarts)
                     continue
                 self._died = time.monotonic()
-                checkpoint = self._newest(attempt)
+                self._checkpoints += [places for places in attempt.checkpoints if places not in self._checkpoints]
+                newest_first = (place for places in reversed(self._checkpoints) for place in places)
+                checkpoint = next(filter(self._is_whole, newest_first), None)
                 refusal = self._refusal(attempt, checkpoint)
                 facts = {"reached": attempt.reached, "checkpoint": checkpoint, "reason": attempt.reason}
                 self._record("ended", **facts, refused=refusal)
@@ -212,14 +214,6 @@ class Supervisor:
         if attempt.mark:
             end_run(attempt.mark, patience=_CLEANUP_SECONDS)
         return attempt
-
-    def _newest(self, attempt: Attempt) -> str | None:
-        self._checkpoints += [places for places in attempt.checkpoints if places not in self._checkpoints]
-        for places in reversed(self._checkpoints):
-            found = next((place for place in places if self._is_whole(place)), None)
-            if found is not None:
-                return found
-        return None
 
     def _refusal(self, attempt: Attempt, checkpoint: str | None) -> str:
         """Why the run is not started again; empty: it is."""
@@ -295,14 +289,7 @@ class Supervisor:
 
 def _messages(link: socket.socket) -> Iterable[Mapping[str, Any]]:
     """Events of the run, until its end; a last message that is cut off is left out."""
-    rest = b""
-    while True:
-        try:
-            heard = link.recv(1 << 16)
-        except ConnectionResetError:
-            return
-        if not heard:
-            return
-        *whole, rest = (rest + heard).split(b"\n")
-        for line in whole:
-            yield json.loads(line)
+    with suppress(ConnectionResetError), link.makefile("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n"):
+                yield json.loads(line)

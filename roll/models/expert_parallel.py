@@ -153,8 +153,17 @@ class DispatchedExperts:
         token = order // top_k
         sent, received, experts = self.destinations(chosen)
         rows = exchange(hidden[token], sent, received, self.group)
-        computed = self._compute(rows, experts)
-        back = exchange(computed, received, sent, self.group)
+        number = len(rows)
+        if not number:
+            # A rank that no token reaches computes a dummy one: without a backward pass through its parameters their
+            # reduce-scatter would not be called here, and the other ranks would hang in theirs.
+            rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
+        with ExitStack() as stack:
+            for name, (up, down, scaling) in self._adapters.items():
+                tensor = torch.baddbmm(getattr(self._experts, name), up, down, alpha=scaling)
+                stack.enter_context(substituted(self._experts, name, tensor))
+            computed = self._forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
+        back = exchange(computed[:number], received, sent, self.group)
         # Weighted here, not at the expert: the router's gradient then needs no exchange of its own.
         weighted = back * top_k_weights.reshape(-1)[order, None].to(back.dtype)
         return torch.zeros_like(hidden).index_add(0, token, weighted)
@@ -169,20 +178,6 @@ class DispatchedExperts:
         local = torch.arange(counts.shape[1], device=chosen.device).expand(ranks, -1)
         experts = local.reshape(-1).repeat_interleave(arriving.reshape(-1))
         return counts.sum(1).tolist(), arriving.sum(1).tolist(), experts
-
-    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """Each row (N, H) by its expert (N,) of this rank."""
-        number = len(rows)
-        if not number:
-            # A rank that no token reaches computes a dummy one: without a backward pass through its parameters their
-            # reduce-scatter would not be called here, and the other ranks would hang in theirs.
-            rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
-        ones = rows.new_ones(len(rows), 1)
-        with ExitStack() as stack:
-            for name, (up, down, scaling) in self._adapters.items():
-                tensor = torch.baddbmm(getattr(self._experts, name), up, down, alpha=scaling)
-                stack.enter_context(substituted(self._experts, name, tensor))
-            return self._forward(rows, experts[:, None], ones)[:number]
 
 
 def exchange(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: ProcessGroup) -> Tensor:

@@ -243,7 +243,13 @@ def replayed(output: object, routes: Tensor, router: nn.Module, by_sigmoid: bool
     logits, weights, live = output
     known = (routes >= 0).all(-1, keepdim=True)
     chosen = torch.where(known, routes, live.long())
-    again = _weights(logits, chosen, router, by_sigmoid)
+    # Gathered from the scores of all experts: those of the live choice alone would give the replayed ones no gradient.
+    scores = logits.float().sigmoid() if by_sigmoid else logits.float().softmax(-1)
+    again = scores.gather(-1, chosen)
+    # Mixtral's and gpt-oss's always sum to 1; the latter's softmax over the chosen logits is the same.
+    if getattr(router, "norm_topk_prob", True):
+        again = again / again.sum(-1, keepdim=True)
+    again = again * float(getattr(router, "routed_scaling_factor", 1.0))
     same = (chosen == live).all(-1)
     # Tokens whose choice is the live one must get the router's own weights: else its formula is another than ours.
     with torch.no_grad():
@@ -257,14 +263,3 @@ def replayed(output: object, routes: Tensor, router: nn.Module, by_sigmoid: bool
         changed = (chosen.sort(-1).values != live.long().sort(-1).values).any(-1)
         counts = torch.stack([known.sum(), missing.sum(), changed.sum()])
     return (logits, again.to(weights.dtype), chosen.to(live.dtype)), counts
-
-
-def _weights(logits: Tensor, chosen: Tensor, router: nn.Module, by_sigmoid: bool) -> Tensor:
-    """Weights of chosen experts, gathered from the scores of all experts: those of the live choice alone would give the
-    replayed experts no gradient."""
-    scores = logits.float().sigmoid() if by_sigmoid else logits.float().softmax(-1)
-    weights = scores.gather(-1, chosen)
-    # Mixtral's and gpt-oss's always sum to 1; the latter's softmax over the chosen logits is the same.
-    if getattr(router, "norm_topk_prob", True):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights * float(getattr(router, "routed_scaling_factor", 1.0))

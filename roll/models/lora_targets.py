@@ -157,7 +157,15 @@ def _target_modules(
     """``lora_target`` resolved for this model, in peft's terms, beside modules that are trained ``whole``. ValueError:
     something that is not there, or is no linear layer, or is the output matrix."""
     names = [name for name, _ in model.named_modules()]
-    linear = _adaptable(model, whole)
+    # Without the output matrix, whose weight is used without calling it, and without the gates of sparse layers (the
+    # router, in Qwen2-MoE also the shared expert's): a router stays what it was, unless `additional_target` names it.
+    gates = (child for layer in sparse_layers(model) for child in layer.block.children())
+    left_out = {model.get_output_embeddings(), *gates}
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in left_out and not any(_is_named(name, one) for one in whole)
+    ]
     known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     if target == ALL_LINEAR:
         return [name for name in linear if not _in_tower(name)]
@@ -200,19 +208,6 @@ def _refuse_experts(model: PreTrainedModel, wanted: str, found: Sequence[str], w
                 f"each for all experts; adapters go with both of them, by the name {EXPERTS}, as in "
                 f"lora_target: {ALL_LINEAR},{EXPERTS}"
             )
-
-
-def _adaptable(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
-    """Linear layers, without the output matrix (whose weight is used without calling it), what is trained whole, and
-    the gates of sparse layers: a router stays what it was, unless ``additional_target`` names it."""
-    # Children of a sparse layer: the router, and in Qwen2-MoE the gate of the shared expert.
-    gates = (child for layer in sparse_layers(model) for child in layer.block.children())
-    left_out = {model.get_output_embeddings(), *gates}
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in left_out and not any(_is_named(name, one) for one in whole)
-    ]
 
 
 def _in_tower(name: str) -> bool:

@@ -182,11 +182,22 @@ def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False
         completely: numbers that the configuration leaves open are filled in.
     """
     values = {key: value for key, value in config.to_dict().items() if key not in ("transformers_version", "dtype")}
-    changed = _changed(values, divided)
+    changed = _few_layers(values, divided.layers)
+    changed |= dict(_sizes(changed, divided.width))
+    for key in _ENDS:
+        if key in changed and not (isinstance(changed[key], int) and changed[key] < VOCABULARY):
+            changed[key] = None if changed[key] is None else 1
+    _shorten_rotary(changed)
     if loosely:
         changed |= _in_proportion(values, changed, getattr(config, "attribute_map", {}))
     if completely:
-        changed |= {key: _open_number(key) for key, value in values.items() if value is None and _open_number(key)}
+        # Of other names None may be what is meant.
+        changed |= {
+            key: size
+            for key, value in values.items()
+            for ending, size in _OPEN.items()
+            if value is None and key.endswith(ending)
+        }
         if changed.get("layer_types", ()) is None:
             changed["layer_types"] = ["full_attention"] * changed["num_hidden_layers"]
     parts = {key: part for key, part in vars(config).items() if isinstance(part, PretrainedConfig)}
@@ -212,17 +223,6 @@ def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False
             raise
         declared = signature(type(config)).parameters
         return type(config)(**{key: value for key, value in changed.items() if key in declared})
-
-
-def _changed(values: dict[str, Any], divided: Divided) -> dict[str, Any]:
-    changed = _few_layers(values, divided.layers)
-    for key, size in _sizes(dict(changed), divided.width):
-        changed[key] = size
-    for key in _ENDS:
-        if key in changed and not (isinstance(changed[key], int) and changed[key] < VOCABULARY):
-            changed[key] = None if changed[key] is None else 1
-    _shorten_rotary(changed)
-    return changed
 
 
 def _sizes(values: dict[str, Any], width: int) -> Iterator[tuple[str, Any]]:
@@ -284,11 +284,6 @@ def _in_proportion(values: dict[str, Any], changed: dict[str, Any], aliases: dic
         if ending is not None and key not in found:
             found[key] = min(value, ending)
     return found
-
-
-def _open_number(key: str) -> Any:
-    """A number for an option that is left open; None where None may be what is meant."""
-    return next((size for ending, size in _OPEN.items() if key.endswith(ending)), None)
 
 
 def _few_layers(values: dict[str, Any], least: int) -> dict[str, Any]:

@@ -164,20 +164,16 @@ class StoredLayout:
         """Return the layout in which weights are sent: as stored, but experts stored as one tensor become matrices, so
         that never more than a bucket of them is gathered at a time."""
         layout = copy(self)
-        layout._parts = {name: self._matrices(name) or parts for name, parts in self._parts.items()}
+        layout._parts = dict(self._parts)
+        for name, (stored, *others) in self._parts.items():
+            if _EXPERTS in name and len(self._shapes[name]) == 3 and not others:
+                number, rows, columns = self._shapes[name]
+                layout._parts[name] = tuple(
+                    Part(f"{stored.name}[{expert}]", expert * rows, (expert + 1) * rows, (rows, columns))
+                    for expert in range(number)
+                )
         layout._live = {part.name: (name, part) for name, parts in layout._parts.items() for part in parts}
         return layout
-
-    def _matrices(self, name: str) -> tuple[Part, ...]:
-        """Parts of a layer's experts that are stored as one tensor; none of any other."""
-        shape, (stored, *others) = self._shapes[name], self._parts[name]
-        if others or len(shape) != 3 or _EXPERTS not in name:
-            return ()
-        number, rows, columns = shape
-        return tuple(
-            Part(f"{stored.name}[{expert}]", expert * rows, (expert + 1) * rows, (rows, columns))
-            for expert in range(number)
-        )
 
     def part(self, stored: str) -> Part:
         """The rows of its live tensor that a stored one is."""

@@ -203,9 +203,6 @@ def iter_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[lis
     """Runs of consecutive tensors whose aligned sizes add up to at most ``bucket_bytes``; a larger tensor is alone.
 
     Tensors are taken from ``named_tensors`` one at a time, so gathered ones need not all exist at once.
-
-    Raises:
-        ValueError: ``bucket_bytes`` below 1.
     """
     return in_buckets(named_tensors, bucket_bytes, lambda named: _padded(named[1].nbytes))
 
@@ -226,11 +223,7 @@ def in_buckets(items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], i
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
-    """The place of each tensor in one buffer, and the bytes of the buffer.
-
-    Raises:
-        ValueError: a name that occurs twice.
-    """
+    """The place of each tensor in one buffer, and the bytes of the buffer."""
     entries: list[TensorEntry] = []
     offset = 0
     for name, tensor in tensors:

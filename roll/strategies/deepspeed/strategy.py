@@ -174,27 +174,22 @@ class DeepSpeedStrategy(DataParallelStrategy):
     def _start_engine(self, optimizer: torch.optim.Optimizer | None) -> DeepSpeedEngine:
         deepspeed = join_process_group(self.platform)
         if self.plan.stage == 3:
-            self._use_units(deepspeed)
+            # DeepSpeed gathers what a module is about to use when that is called: for each small module of a layer that
+            # would be a dozen gathers, so a decoder layer's parameters come together, and the output matrix when used.
+            language_model = self.model.language_model
+            run_head_when_called(language_model)
+            if self.trains and self.adapters is not None and self.adapters.adapt_experts:
+                # Where adapters of experts are all there is, nothing in front of the first needs a gradient, and
+                # DeepSpeed would free what wraps it before its backward pass.
+                language_model.enable_input_require_grads()
+            # After frozen modules a layer's input needs no gradient, and DeepSpeed would free it before its backward.
+            is_mixed = len({parameter.requires_grad for parameter in language_model.parameters()}) > 1
+            names = set(getattr(language_model, "_no_split_modules", None) or ())
+            layers = {type(module) for module in language_model.modules() if type(module).__name__ in names}
+            if layers and not is_mixed and "leaf_module" not in self.config.zero_optimization:
+                deepspeed.utils.set_z3_leaf_modules(language_model, list(layers))
         self.called, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._options())
         return self.called
-
-    def _use_units(self, deepspeed: ModuleType) -> None:
-        # DeepSpeed gathers what a module is about to use when that is called: for each small module of a layer that
-        # would be a dozen gathers, so a decoder layer's parameters come together, and the output matrix when used.
-        language_model = self.model.language_model
-        run_head_when_called(language_model)
-        if self.trains and self.adapters is not None and self.adapters.adapt_experts:
-            # Where adapters of experts are all there is, nothing in front of the first needs a gradient, and DeepSpeed
-            # would free what wraps it before its backward pass.
-            language_model.enable_input_require_grads()
-        trained = [parameter.requires_grad for parameter in language_model.parameters()]
-        if "leaf_module" in self.config.zero_optimization or any(trained) != all(trained):
-            # After frozen modules a layer's input needs no gradient, and DeepSpeed would free it before its backward.
-            return
-        names = set(getattr(language_model, "_no_split_modules", None) or ())
-        layers = {type(module) for module in language_model.modules() if type(module).__name__ in names}
-        if layers:
-            deepspeed.utils.set_z3_leaf_modules(language_model, list(layers))
 
     def _begin_micro_batch(self, last: bool) -> None:
         self._is_last = last

@@ -149,22 +149,7 @@ class GenericDecoder(Decoder):
             linear.conv_kernel_size[0] = conv.shape[-1]
             linear.is_conv_states_initialized[0] = linear.is_recurrent_states_initialized[0] = True
             linear.has_previous_state[0] = True
-        logits = self._run(
-            input_ids=tokens[:, None],
-            position_ids=self._rotary_positions(slots),
-            attention_mask=self._masks(slots),
-            past_key_values=self._cache,
-        )[:, -1]
-        # Of the decoded rows only: the rows after them, used to fill up the batch, may belong to samples that were
-        # admitted in this step.
-        for held, new in zip(slots.states, _states(self._linear), strict=True):
-            held[: slots.count] = new[: slots.count]
-        return logits
-
-    def _masks(self, slots: DecodeSlots) -> Any:
-        """Bias of the attention scores, (size, 1, 1, end): for all layers, or for each kind of them."""
-
-        has_kinds = bool(set(self._kinds) - {FULL})
+        # Bias of the attention scores, (size, 1, 1, end): for all layers, or for each kind of them.
         windows = {FULL: None if self._kinds else self._window}
         if SLIDING in self._kinds:
             windows[SLIDING] = self._window
@@ -174,7 +159,17 @@ class GenericDecoder(Decoder):
             if bias is None:
                 bias = torch.zeros(slots.size, slots.end, dtype=self.dtype, device=self.device)
             masks[kind] = bias[:, None, None]
-        return masks if has_kinds else masks[FULL]
+        logits = self._run(
+            input_ids=tokens[:, None],
+            position_ids=self._rotary_positions(slots),
+            attention_mask=masks if set(self._kinds) - {FULL} else masks[FULL],
+            past_key_values=self._cache,
+        )[:, -1]
+        # Of the decoded rows only: the rows after them, used to fill up the batch, may belong to samples that were
+        # admitted in this step.
+        for held, new in zip(slots.states, _states(self._linear), strict=True):
+            held[: slots.count] = new[: slots.count]
+        return logits
 
     def _new_cache(self) -> Cache:
         # It keeps all tokens, also in layers with a window: the engine's rows hold whole prompts.

@@ -57,7 +57,7 @@ def head_dim(hf: PretrainedConfig) -> int:
 
 
 def _architecture(hf: PretrainedConfig) -> dict[str, Any]:
-    return {
+    settings: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
         "ffn_hidden_size": hf.intermediate_size,
@@ -74,8 +74,22 @@ def _architecture(hf: PretrainedConfig) -> dict[str, Any]:
         "add_qkv_bias": hf.model_type == "qwen2" or (hf.model_type == "qwen2_moe" and getattr(hf, "qkv_bias", True)),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        **_experts(hf),
+        "num_moe_experts": None,
     }
+    if num_experts(hf):
+        # Weights over the chosen experts sum to 1 where the softmax is over them, or is normalised, which is the same.
+        sums_to_one = hf.model_type == "mixtral" or hf.norm_topk_prob
+        shared = hf.model_type == "qwen2_moe"
+        settings |= {
+            "num_moe_experts": num_experts(hf),
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_router_pre_softmax": not sums_to_one,
+            "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+            "moe_layer_freq": [int(sparse) for sparse in sparse_layers(hf)],
+            "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size if shared else None,
+            "moe_shared_expert_gate": shared,
+        }
+    return settings
 
 
 def num_experts(hf: PretrainedConfig) -> int:
@@ -87,23 +101,6 @@ def sparse_layers(hf: PretrainedConfig) -> list[bool]:
     """For each layer, whether it has experts: Qwen's may be dense here and there."""
     step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None) or ()
     return [bool(num_experts(hf)) and i not in dense and (i + 1) % step == 0 for i in range(hf.num_hidden_layers)]
-
-
-def _experts(hf: PretrainedConfig) -> dict[str, Any]:
-    if not num_experts(hf):
-        return {"num_moe_experts": None}
-    # Weights over the chosen experts sum to 1 where the softmax is over them, or is normalised, which is the same.
-    sums_to_one = hf.model_type == "mixtral" or hf.norm_topk_prob
-    shared = hf.model_type == "qwen2_moe"
-    return {
-        "num_moe_experts": num_experts(hf),
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_pre_softmax": not sums_to_one,
-        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
-        "moe_layer_freq": [int(sparse) for sparse in sparse_layers(hf)],
-        "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size if shared else None,
-        "moe_shared_expert_gate": shared,
-    }
 
 
 def _parallelism(options: MegatronStrategyConfig, dims: ParallelDims, dtype: torch.dtype) -> dict[str, Any]:

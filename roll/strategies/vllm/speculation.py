@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
@@ -28,12 +27,6 @@ class DraftCounts(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Nothing: the strategy logs what the engine has."""
-
-
-def keep_threads() -> None:
-    """On a CPU, to be called before the engine is made: numba, which looks for drafts, would set the number of OpenMP
-    threads to its own, and oneDNN's products that were prepared for another number would be wrong."""
-    os.environ["NUMBA_THREADING_LAYER"] = "workqueue"  # read when vLLM imports numba, also in ranks of their own
 
 
 def repair_sampling(on_cpu: bool) -> None:

@@ -101,7 +101,9 @@ class VllmStrategy(PackagedEngine):
             torch.compiler.set_stance("force_eager")
         loggers: list[Any] = []
         if self._config.speculative_config is not None:
-            speculation.keep_threads()
+            # Read when vLLM imports numba, also in ranks of their own: numba, which looks for drafts, would set its own
+            # number of OpenMP threads on a CPU, and oneDNN's products prepared for another would be wrong.
+            os.environ["NUMBA_THREADING_LAYER"] = "workqueue"
             loggers = [self._count_drafts]
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=loggers)
         self._engine.set_weight_version(str(self._version))

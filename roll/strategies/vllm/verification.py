@@ -158,7 +158,14 @@ class ReloadVerifier:
             parts = zip(sent.split([size * own.tp_size for size in sizes]), sizes, strict=True)
             whole = torch.cat([part.narrow(0, own.tp_rank * size, size) for part, size in parts])
         if shard is None and held.shape != sent.shape:
-            whole = loaded_alone(getattr(layer, parameter_name), sent)
+            parameter = getattr(layer, parameter_name)
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, FunctionType):
+                # The parameter's own, not the layer's. It takes for instance some channels each of queries, keys and
+                # values for a convolution over all of them.
+                alone = nn.Parameter(torch.empty_like(parameter.data), requires_grad=False)
+                loader(alone, sent)
+                whole = alone.data
         self._note(name, layer, parameter_name, sent, held, whole)
 
     def _note(
@@ -308,17 +315,6 @@ def held_part(layer: Any, parameter: Tensor, shard: Shard | None, num_rows: int)
         sizes, (first, *more) = layer.output_partition_sizes, shard if isinstance(shard, tuple) else (shard,)
         begin, size = sum(sizes[:first]), sum(sizes[index] for index in (first, *more))
     return parameter.data[begin : begin + size]
-
-
-def loaded_alone(parameter: Any, whole: Tensor) -> Tensor:
-    """The part of a tensor that a parameter's own loader takes on this rank, such as some channels each of queries,
-    keys and values for a convolution over all of them; the whole where the loader is the layer's."""
-    loader = getattr(parameter, "weight_loader", None)
-    if not isinstance(loader, FunctionType):
-        return whole
-    own = nn.Parameter(torch.empty_like(parameter.data), requires_grad=False)
-    loader(own, whole)
-    return own.data
 
 
 def meant_part(layer: nn.Module, whole: Tensor, held: Tensor) -> Tensor:
