@@ -192,7 +192,7 @@ class MetaModel:
         for name, buffer in root.named_buffers():
             if name in computed:
                 buffer.copy_(computed[name])
-        for name, part in _stored_tensors(self.language_model).items():
+        for name, part in persistent_tensors(self.language_model).items():
             self.fill(name, whole(part))
 
     @torch.no_grad()
@@ -285,7 +285,7 @@ def build_on_meta(
     if obstacle is None:
         model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args, config))
         use_names_of(model, files)
-        stored, found = _stored_tensors(model), files.shapes()
+        stored, found = persistent_tensors(model), files.shapes()
         # For a critic made of a reward model, the bias of the head.
         in_head = [name for name in stored if name.startswith(VALUE_HEAD) and head != "causal_lm"]
         not_stored = frozenset(name for name in in_head if name not in found)
@@ -338,7 +338,7 @@ def _obstacle(
         return f"a {model.config.model_type} model is stored in another form than it computes with"
     if model._get_dtype_plan(dtype):
         return f"parts of it must stay in float32 under {dtype}"
-    stored = _stored_tensors(model)
+    stored = persistent_tensors(model)
     twice = (model.state_dict().keys() - stored.keys()) & found.keys()
     if twice:
         return f"tied tensors are stored twice ({', '.join(sorted(twice))})"
@@ -350,8 +350,9 @@ def _obstacle(
     return None
 
 
-def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and persistent buffers."""
+def persistent_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters, tied ones once, then persistent buffers (not those that every model computes itself, such as rotary
+    frequencies)."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return dict(model.named_parameters()) | buffers

@@ -19,6 +19,7 @@ from roll.checkpoint.tensors import stored_tensors
 from roll.checkpoint.trained_model import TrainedModel
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import DTYPES, build_model
+from roll.models.loading import persistent_tensors
 from roll.models.lora import base_name
 from roll.models.stored import StoredLayout
 from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, Update, iter_buckets
@@ -69,10 +70,7 @@ def read_weights(arguments: ModelArguments, checkpoint: Path | None) -> dict[str
     dtype = DTYPES[arguments.dtype]
     # With a checkpoint in float32: adapters are merged before anything is rounded.
     model = build_model(arguments, "causal_lm", dtype=dtype if checkpoint is None else torch.float32)
-    # Engines compute the other buffers themselves, such as rotary frequencies.
-    persistent = model.state_dict().keys()
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    tensors = persistent_tensors(model)
     layout = StoredLayout(model, {name: tensor.shape for name, tensor in tensors.items()}).on_the_way()
     stored = dict(item for name, tensor in tensors.items() for item in layout.split(name, tensor.detach()))
     if checkpoint is not None:

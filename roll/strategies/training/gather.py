@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from roll.models.build import folder_config, has_tied_embeddings
-from roll.models.loading import TensorFiles
+from roll.models.loading import TensorFiles, persistent_tensors
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import MergedWeight, merged_rows, merged_weight
 from roll.models.stored import StoredLayout, other_names, whole_config
@@ -251,10 +251,7 @@ class GatheredWeights(ModelStrategy):
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""
         self._reshard()
-        language_model = self.model.language_model
-        yield from language_model.named_parameters()
-        persistent = language_model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
+        yield from persistent_tensors(self.model.language_model).items()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         tensors = self._named_tensors()
