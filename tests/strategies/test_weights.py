@@ -138,6 +138,7 @@ def loaded_and_left(role):
         for parameter in strategy.model.parameters():
             storage = parameter.data.untyped_storage()
             read[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        del parameter, storage  # whatever keeps this frame alive for a while would keep the last weights, too
         return start(*args, **options)
 
     def counting():
