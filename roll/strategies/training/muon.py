@@ -185,7 +185,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def bfloat16_products(device: torch.device) -> AbstractContextManager[Any]:
-    """How products of bfloat16 matrices on ``device`` are computed."""
+    """The way to compute products of bfloat16 matrices on ``device``."""
     is_slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return Float32Products() if is_slow else nullcontext()
 
