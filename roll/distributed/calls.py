@@ -151,8 +151,8 @@ class PendingCall(Generic[R]):
 
     def _failure(self, rank: int, error: ray.exceptions.RayError) -> RemoteError:
         failures = {rank: error}
-        # Failures of further ranks are collected for a moment: a short one where this error is not of a peer's making
-        # and so is the cause already, unless others failed at the same time.
+        # Further failures are collected for a moment: the end of a peer has its cause elsewhere, and beside a rank that
+        # raised others may have failed at the same time.
         end = time.monotonic() + (_GRACE_SECONDS if _gravity(error)[0] == _PEER else 0.1)
         while waiting := [ref for ref in self.unanswered if self._rank_of[ref] not in failures]:
             ready, _ = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
