@@ -13,7 +13,7 @@ from roll.checkpoint.contents import CheckpointMismatchError
 from roll.checkpoint.tensors import WEIGHT
 from roll.config.roles import OptimizerConfig, WorkerConfig
 from roll.strategies.fsdp.fsdp1 import clean_name
-from roll.strategies.training.muon import Float32Products, bfloat16_products
+from roll.strategies.training.muon import Float64Products, bfloat16_products
 from tests.strategies import jobs
 from tests.strategies.comparison import assert_same_bits, contents_of
 from tests.strategies.families import zero
@@ -202,10 +202,10 @@ def test_moments_of_another_optimizer_are_refused(run, tmp_path, strategy):
     assert "its moments are those of muon (training_args.optimizer: adamw here)" in said
 
 
-def test_products_in_float32_are_those_of_bfloat16_to_its_rounding():
+def test_products_in_float64_are_those_of_bfloat16_to_its_rounding():
     torch.manual_seed(0)
     a, b, c = (torch.randn(shape).bfloat16() for shape in ((48, 80), (80, 32), (48, 32)))
-    with Float32Products():
+    with Float64Products():
         product, sum_ = a @ b, torch.addmm(c, a, b, beta=0.5, alpha=2)
     assert product.dtype is sum_.dtype is torch.bfloat16
     torch.testing.assert_close(product.double(), a.double() @ b.double(), rtol=2**-8, atol=1e-6)

@@ -187,15 +187,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
 def bfloat16_products(device: torch.device) -> AbstractContextManager[Any]:
     """The way to compute products of bfloat16 matrices on ``device``."""
     is_slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return Float32Products() if is_slow else nullcontext()
+    return Float64Products() if is_slow else nullcontext()
 
 
-class Float32Products(TorchDispatchMode):
-    """Products of bfloat16 matrices are computed in float32 and rounded once, as by hardware for bfloat16. A processor
-    without it takes 8 to 24 times longer for an update of Muon by PyTorch's own product."""
+class Float64Products(TorchDispatchMode):
+    """Products of bfloat16 matrices are computed in float64 and rounded once, so that the result does not depend on the
+    order of sums, which may differ between processes. By PyTorch's own product such a processor takes 9 to 18 times
+    longer for an update of Muon."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         if is_product and args[0].dtype is torch.bfloat16:
-            return func(*(matrix.float() for matrix in args), **(kwargs or {})).bfloat16()
+            return func(*(matrix.double() for matrix in args), **(kwargs or {})).bfloat16()
         return func(*args, **(kwargs or {}))
