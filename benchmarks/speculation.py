@@ -35,8 +35,6 @@ SPECULATIONS: dict[str, Any] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
 }
-
-
 DRAFTED, LONGEST, SHORTEST = 4, 5, 2
 """Tokens of a draft, and of the contexts that are looked up."""
 
@@ -118,6 +116,8 @@ def main() -> None:
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if args.recorded and not args.tokenizer:
+        parser.error("--recorded needs --tokenizer: the folder or hub name of the model that sampled them")
     if args.recorded:
         print(f"{of_recorded(args.recorded, AutoTokenizer.from_pretrained(args.tokenizer)):.3f} tokens a pass")
     else:

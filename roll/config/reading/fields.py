@@ -215,18 +215,14 @@ def parse_dtype(value: object) -> str:
 
 
 MAX_DEVICES = 65_536
-_SUM = re.compile(r"\+(?![^(\[]*[)\]])")  # a plus sign that is in no bracket
 RULE = "must be a list of device ids such as [0, 1], or a string such as 'list(range(0, 8))' or '[0, 1] + [4, 5]'"
 
 
 def parse_device_mapping(value: object) -> list[int]:
     """Device ids in order. Raises ``ValueError``: another form, ids that are not whole numbers from 0 up, an empty
     list, or an id given twice."""
-    ids: list[Any] = []
     if isinstance(value, str):
-        for term in _SUM.split(value):
-            ids += _read_term(term.strip())
-            _check_number(len(ids))
+        ids = _parse_expression(value)
     elif isinstance(value, int) and not isinstance(value, bool):
         ids = [value]
     elif isinstance(value, list | tuple):
@@ -244,6 +240,22 @@ def parse_device_mapping(value: object) -> list[int]:
     doubles = [item for item, times in Counter(ids).items() if times > 1]
     if doubles:
         raise ValueError(f"names device {min(doubles)} more than once")
+    return ids
+
+
+def _parse_expression(text: str) -> list[Any]:
+    """The ids of a sum of lists and ranges."""
+    depth, terms = 0, [""]
+    for mark in text:
+        depth += (mark in "([") - (mark in ")]")
+        if mark == "+" and depth == 0:
+            terms.append("")
+        else:
+            terms[-1] += mark
+    ids: list[Any] = []
+    for term in terms:
+        ids += _read_term(term.strip())
+        _check_number(len(ids))
     return ids
 
 
