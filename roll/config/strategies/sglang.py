@@ -29,6 +29,7 @@ class SglangStrategyConfig(PackagedEngineConfig):
         "skip_tokenizer_init": "the strategy (token ids go in and out)",
         "sampling_backend": "the strategy (its own sampler)",
         "custom_weight_loader": "the weight transfer",
+        "speculative_algorithm": "the strategy (SGLang would verify drafts without its sampler, on a CPU greedily)",
     }
     tensor_size_key: ClassVar[str] = "tp_size"
     passes_through = ("engine_args", ("chunked_prefill_size", "attention_backend"))
