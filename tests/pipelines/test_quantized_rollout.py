@@ -108,3 +108,13 @@ def test_engines_generate_with_the_rounded_weights(run: Run, world: TinyWorld, t
     sampled = batch["response_mask"].bool()[:, 1:]
     difference = (log_probs - batch["rollout_log_probs"][:, 1:])[sampled]
     assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_updates_of_what_changed_bring_the_same_values(run: Run) -> None:
+    changes = {"max_steps": 3, "weight_sync.quantization": "int8"}
+    whole, changed = (run(changes | {"weight_sync.mode": mode}) for mode in ("full", "delta"))
+    for metric in ("actor/train_infer_log_diff_abs_mean", "critic/score/mean", "actor/total_loss"):
+        assert changed.values(metric) == whole.values(metric)
+        assert len(whole.values(metric)) == 3
