@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from benchmarks.raw_transfers import raw_transfers
 from benchmarks.rlvr_step import tree_cpu_seconds
-from roll.config.policy import TransportName
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.config.run import TransportName
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.platforms import current_platform
 from roll.protocol.metrics import to_floats

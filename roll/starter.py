@@ -23,8 +23,8 @@ from jinja2 import Environment, StrictUndefined
 from roll.config.data import DataArguments
 from roll.config.loader import copy_recipes
 from roll.config.model_files import is_installed, model_folder, model_number, require_model
-from roll.config.names import RULE_OF_COLUMN
 from roll.config.reading.errors import ConfigError, Problem
+from roll.config.rewards import RULE_OF_COLUMN
 from roll.datasets.columns import Columns
 from roll.datasets.forms import form_of, read_ground_truth
 from roll.datasets.preferences import PROMPT_COLUMNS

@@ -11,7 +11,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
-from roll.config.policy import PolicyRunConfig
+from roll.config.run import PolicyRunConfig
 from roll.methods.opd_keys import TaughtConfig
 from roll.pipelines.rlvr.definition import OPD
 

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from roll.config.names import PUBLISHED_REWARDS
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import setting
 from roll.config.reading.schema import Mismatch, convert
-from roll.config.rewards import CLUSTER, LLM_JUDGE
+from roll.config.rewards import CLUSTER, LLM_JUDGE, PUBLISHED_REWARDS
 
 T = TypeVar("T")
 AGENTS = ("tools", "black_box", "verl")  # names of the built-in agents

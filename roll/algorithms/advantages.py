@@ -1,7 +1,7 @@
 """Advantage estimators, chosen by ``estimator``, and their registry.
 
 An estimator is a function ``(inputs: AdvantageInputs, options) -> (advantages, returns)``, both float (B, L) and 0
-outside the mask; ``options`` is its dataclass of :mod:`roll.config.estimators`.  It works on token-level rewards (the
+outside the mask; ``options`` is its dataclass of :mod:`roll.config.choices`.  It works on token-level rewards (the
 normalised response reward on the last token, minus the divergence where it is part of the reward).  Normalisation comes
 before it, by the types of mean and deviation that the estimator's paper asks for (``samples.resolve_norm_types``).
 Groups are found by id, not by position; a group of one has nothing to be compared with and keeps its reward.
@@ -24,18 +24,18 @@ from roll.algorithms.returns import discounted_returns, generalized_advantages
 from roll.algorithms.samples import EPS, divisor, exceeds_rounding, token_level_rewards
 from roll.algorithms.turns import Turns
 from roll.config.algorithm import PPOConfig
-from roll.config.estimators import (
+from roll.config.choices import (
     ADV_ESTIMATORS,
     DiscountOptions,
     Estimator,
     GaeOptions,
     GdpoOptions,
     GigpoOptions,
+    NoOptions,
     PassAtKOptions,
     StepOptions,
     traits,
 )
-from roll.config.policy_losses import NoOptions
 from roll.protocol.metrics import Metrics
 
 
@@ -130,7 +130,7 @@ EstimatorFunction = Callable[[AdvantageInputs, Any], tuple[Tensor, Tensor]]
 
 advantage_estimators: Registry[EstimatorFunction] = Registry("estimator", ADV_ESTIMATORS, GaeOptions, Estimator)
 register_advantage = advantage_estimators.register
-"""Its traits are those of :class:`~roll.config.estimators.Estimator`, such as ``norm`` or ``needs_values``."""
+"""Its traits are those of :class:`~roll.config.choices.Estimator`, such as ``norm`` or ``needs_values``."""
 
 
 @register_advantage("gae")

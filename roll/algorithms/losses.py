@@ -1,7 +1,7 @@
 """The actor's and the critic's losses, and corrections for an engine whose probabilities differ from the trainer's.
 
 The actor's loss is a policy gradient by variant, corrected, plus the divergence from the reference, minus the entropy
-bonus.  The weights of a correction (:class:`~roll.config.corrections.CorrectionOptions`) are ratios old / rollout: the
+bonus.  The weights of a correction (:class:`~roll.config.algorithm.CorrectionOptions`) are ratios old / rollout: the
 trainer's policy before the update (unless said otherwise) over the distribution that sampled.  With the surrogate's own
 ratio pi / old they make decoupled PPO (arXiv 2505.24298 eq. 3).
 """
@@ -26,9 +26,8 @@ from roll.algorithms.policy_losses import (
     register_policy_loss,
 )
 from roll.algorithms.registry import Registry
-from roll.config.algorithm import PPOConfig
-from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
-from roll.config.policy_losses import PpoOptions
+from roll.config.algorithm import CorrectionOptions, CorrectionRule, PPOConfig, correction_options
+from roll.config.choices import PpoOptions
 from roll.protocol.metrics import Mean, Metrics
 
 __all__ = ["actor_loss", "actor_loss_options", "register_policy_loss"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from roll.algorithms.aggregation import level_log_ratio, masked_mean, row_mean
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
-from roll.config.policy_losses import (
+from roll.config.choices import (
     POLICY_LOSSES,
     CispoOptions,
     ClipCovOptions,

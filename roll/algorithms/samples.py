@@ -11,7 +11,7 @@ from torch import Tensor
 from roll.algorithms.aggregation import Groups
 from roll.algorithms.metrics import MetricBuilder
 from roll.config.algorithm import NORM_TYPES, PPOConfig
-from roll.config.estimators import traits
+from roll.config.choices import traits
 from roll.config.reading.fields import Choice
 from roll.protocol.metrics import Metrics
 

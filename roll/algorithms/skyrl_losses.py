@@ -20,7 +20,7 @@ from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LOG_RATIO_BOUND, LossInputs, clip_range
 from roll.algorithms.registry import with_options
-from roll.config.policy_losses import ClipCovOptions, ClipOptions, KlCovOptions
+from roll.config.choices import ClipCovOptions, ClipOptions, KlCovOptions
 
 Options = TypeVar("Options")
 

@@ -14,8 +14,7 @@ from roll.algorithms.advantages import AdvantageInputs, centred_in_group
 from roll.algorithms.aggregation import Groups, masked_whiten
 from roll.algorithms.registry import with_options
 from roll.algorithms.samples import EPS
-from roll.config.estimators import GdpoOptions
-from roll.config.policy_losses import NoOptions
+from roll.config.choices import GdpoOptions, NoOptions
 
 
 @with_options(NoOptions)

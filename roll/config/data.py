@@ -13,8 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.reading.fields import DOTTED_PATH, setting
+
+# Those of `roll.datasets.templates`.
+TEMPLATES = (
+    *("native", "qwen2_5", "qwen2-vl", "qwen3", "qwen3_nothink", "qwen3_coder"),
+    *("chatml", "empty", "base", "raw", "longCOT_qwen2.5", "longcot_V3"),
+)
+TEMPLATE_ENDINGS = (".jinja", ".j2")  # endings of files that hold a chat template
 
 
 def parse_filter(value: object) -> Any:

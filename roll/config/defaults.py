@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, cast
 
-from roll.config.estimators import traits
+from roll.config.choices import traits
 from roll.config.lora import uses_lora
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.planning import data_parallel_size
-from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
+from roll.config.run import PolicyRunConfig
 from roll.config.strategies.registry import backend_of
 
 S = TypeVar("S")

@@ -27,7 +27,6 @@ from roll.config.pipelines import (
     load_definition,
 )
 from roll.config.plan.plan import Plan
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.compose import LEARNING, Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
 from roll.config.reading.fields import DOTTED_PATH
@@ -35,7 +34,7 @@ from roll.config.reading.legacy_keys import dead_keys
 from roll.config.reading.masking import know_keys, register_secrets
 from roll.config.reading.schema import SchemaReader, build, declared_secrets, known_keys
 from roll.config.reading.yaml_files import shown
-from roll.config.run import RunConfig
+from roll.config.run import PolicyRunConfig, RunConfig
 
 C = TypeVar("C", bound=RunConfig)
 EXTENSION = ".yaml"

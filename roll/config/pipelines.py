@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Generic
 
 from typing_extensions import TypeVar
 
-from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.pipeline_parts import Headline as Headline
 from roll.config.pipeline_parts import Panel as Panel
 from roll.config.pipeline_parts import ReadableSet as ReadableSet
@@ -27,6 +26,7 @@ from roll.config.pipeline_parts import Task as Task
 from roll.config.plan.plan import Plan
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import Table
+from roll.config.rewards import PUBLISHED_REWARDS
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
@@ -287,6 +287,11 @@ class PipelineDefinition(ABC, Generic[C, P]):
     def running_requests(self, config: C) -> int:
         """Prompts that an engine works on at a time."""
         return 128
+
+
+# Worker classes of ROLL's published files that stand for a role's own worker here.
+PUBLISHED_WORKERS = ("ActorWorker", "ActorPGWorker", "CriticWorker", "InferWorker")
+PUBLISHED_PREFIX = "roll.pipeline."
 
 
 def worker_name(written: str | None, also: tuple[str, ...] = ()) -> str | None:

@@ -15,7 +15,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from roll.config.corrections import CorrectionConfig, CorrectionRule, ImportanceWeightConfig, MismatchFilterConfig
+from roll.config.algorithm import CorrectionConfig, CorrectionRule, ImportanceWeightConfig, MismatchFilterConfig
 from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.defaults import LEARNING_DEFAULTS
 from roll.config.pipelines import definitions
@@ -34,7 +34,8 @@ from roll.config.roles import (
     WorkerConfig,
 )
 from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig
-from roll.config.strategies.base import EngineConfig, HostStatesConfig, PackagedEngineConfig
+from roll.config.strategies.base import HostStatesConfig
+from roll.config.strategies.engines import EngineConfig, PackagedEngineConfig
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import BACKENDS
 from roll.config.words.rows import meanings_of

@@ -1,4 +1,5 @@
-"""``rewards.<name>``: a reward domain, its rule and the rows that are routed to it; and which of them ask a model.
+"""Rewards by name, and ``rewards.<name>``: a reward domain, its rule and the rows that are routed to it; and which of
+them ask a model.
 
 A judge's engines are those of the role ``reward_model``, which all domains share (``judge_model_type: cluster``), or
 engines on the devices of the domain's own section (``inference``). A reward model is the role ``reward_model``, too."""
@@ -10,9 +11,68 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from roll.config.losses import SCORE_INPUT_DEFAULT
-from roll.config.names import FILTER_ARGUMENTS, PUBLISHED_REWARDS
-from roll.config.reading.fields import setting
+from roll.config.reading.fields import Named, Table, setting
 from roll.config.roles import GeneratingArguments, GenerationWorkerConfig, WorkerConfig
+
+
+@dataclass(frozen=True)
+class BuiltInReward(Named):
+    """A reward that ``worker_cls`` may name; a new one is its module and a row here."""
+
+    target: str = ""  # module and class, imported when a worker uses it
+    needs_truth: bool = False  # it cannot score a row without `ground_truth`
+    published: tuple[str, ...] = ()  # reward classes of ROLL's published files that stand for it
+
+
+def _rule(name: str, target: str, *published: str, needs_truth: bool = False) -> BuiltInReward:
+    return BuiltInReward(name, target=f"roll.rewards.{target}", needs_truth=needs_truth, published=published)
+
+
+# Rewards by short name.
+REWARDS = Table(
+    "worker_cls",
+    _rule("gsm8k_rule", "text_rules.Gsm8kRule", needs_truth=True),
+    _rule("math_rule", "math_rule.MathRule", "MathRuleRewardWorker", needs_truth=True),
+    _rule(
+        "multiple_choice",
+        "multiple_choice.MultipleChoice",
+        "MultipleChoiceBoxedRuleRewardWorker",
+        "GeneralValRuleRewardWorker",
+        needs_truth=True,
+    ),
+    _rule("format", "text_rules.FormatRule"),
+    _rule("exact_match", "text_rules.ExactMatch", needs_truth=True),
+    _rule("f1", "text_rules.F1", needs_truth=True),
+    _rule("detection", "detection.Detection", "DetectionRewardWorker", needs_truth=True),
+    _rule("ifeval", "ifeval.IFEval", "GeneralRuleRewardWorker"),
+    _rule("reward_model", "http_reward.RewardModelScore"),
+    _rule("crossthinkqa", "multiple_choice.CrossThinkQA", "CrossThinkQARuleRewardWorker", needs_truth=True),
+    _rule("repetition_penalty", "text_rules.RepetitionPenalty"),
+    _rule("length_penalty", "text_rules.LengthPenalty"),
+    _rule("http_reward", "http_reward.HttpReward"),
+    _rule("llm_judge", "judge.LLMJudge", "LLMJudgeRewardWorker"),
+    _rule("code_sandbox", "code_sandbox.CodeSandbox", "CodeSandboxRewardWorker"),
+)
+
+# Reward classes of ROLL's published files that run here, with their short names.
+PUBLISHED_REWARDS = {each: name for name, reward in REWARDS.items() for each in reward.published}
+
+# Reward classes of ROLL's published files that do not run here.
+PLANNED_REWARDS = {"RemoteRewardSystemWorker": "remote", "VideoR1RewardWorker": "video_r1"}
+# For each of those: what it is, and a reward to use instead.
+WHY_PLANNED = {
+    "remote": ("the reward remote, a client of a service that is not public: http_reward asks your own", "http_reward"),
+    "video_r1": ("the reward video_r1, for models that see videos", "math_rule"),
+}
+# Reward rules that read a column of their own in place of the ground truth.
+RULE_OF_COLUMN = {"instruction_id_list": "ifeval", "test_cases": "code_sandbox"}
+
+# Group filters and their arguments.
+FILTER_ARGUMENTS = {
+    "no_filter": (),
+    "mean_filter": ("threshold_down", "threshold_up"),
+    "std_filter": ("std_threshold",),
+}
 
 
 @dataclass(frozen=True)

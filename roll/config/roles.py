@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.data import DataArguments as DataArguments
-from roll.config.names import ATTENTION, DECAYING_SCHEDULERS, LR_SCHEDULERS
 from roll.config.reading.fields import (
     parse_device_mapping,
     parse_dotted_path,
@@ -17,6 +16,26 @@ from roll.config.reading.fields import (
     rules,
     setting,
 )
+
+# Hugging Face's schedules that are a function of the step alone, each with its `lr_scheduler_kwargs`.
+LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "constant": (),
+    "constant_with_warmup": (),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "decay_type", "min_lr_ratio", "num_cycles"),
+}
+DECAY_TYPES = ("cosine", "linear", "1-sqrt")  # decay types of `warmup_stable_decay`
+# Those that read `min_lr_ratio`.
+DECAYING_SCHEDULERS = tuple(name for name in LR_SCHEDULER_OPTIONS if not name.startswith("constant"))
+ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
+# Set by the plan for roles of a run with `strict_on_policy`; see `roll.models.invariant`.
+INVARIANT_ATTENTION = "roll_invariant"
+KERNELS = ("use_liger_kernel", "compile")  # keys of `model_args` that compute the same by other kernels
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,7 @@ class TrainingArguments:
         metadata=rules(parse=lambda value: {"name": value} if isinstance(value, str) else value),
     )
     """``adamw``, ``adamw_8bit`` or ``muon``, or a section with ``name`` and options."""
-    lr_scheduler_type: str = setting("linear", choices=LR_SCHEDULERS)
+    lr_scheduler_type: str = setting("linear", choices=tuple(LR_SCHEDULER_OPTIONS))
     """Schedule after the warm-up, by Hugging Face's name: ``linear``, ``cosine``, ``constant``,
     ``constant_with_warmup`` (the same), ``cosine_with_restarts``, ``cosine_with_min_lr``, ``polynomial``,
     ``inverse_sqrt`` or ``warmup_stable_decay``."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.config.data import DataArguments
-from roll.config.names import TEMPLATE_ENDINGS
+from roll.config.data import TEMPLATE_ENDINGS, DataArguments
 from roll.datasets.columns import Columns, Message, parsed, require, with_system
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.config.data import DataArguments
-from roll.config.names import TEMPLATE_ENDINGS
+from roll.config.data import TEMPLATE_ENDINGS, DataArguments
 from roll.config.reading.errors import did_you_mean
 from roll.datasets.columns import Message, with_system
 from roll.datasets.reading import SourceRow

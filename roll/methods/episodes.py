@@ -13,7 +13,7 @@ import torch
 from roll.algorithms.metrics import BatchWatch, MetricBuilder
 from roll.algorithms.samples import resolve_norm_types, token_level_rewards
 from roll.algorithms.turns import TrajectoryLayout, Turns
-from roll.config.estimators import traits
+from roll.config.choices import traits
 from roll.methods.policy import PolicyMethod
 from roll.methods.policy_plan import PolicyConfig
 from roll.protocol import DataProto

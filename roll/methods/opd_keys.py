@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from roll.config.checks.base import Checks
 from roll.config.losses import KD_OBJECTIVES, TOPK_TAILS, DivergenceConfig
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import rules, setting
 from roll.config.roles import GeneratingArguments, ReferenceWorkerConfig
+from roll.config.run import PolicyRunConfig
 from roll.methods.teachers import TEACHER, check_temperature
 
 # Keys of reward shaping, from which pure distillation learns nothing.

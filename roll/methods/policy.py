@@ -32,9 +32,8 @@ from roll.algorithms.samples import (
     token_level_rewards,
     top_entropy_mask,
 )
-from roll.config.algorithm import PPOConfig
-from roll.config.corrections import correction_options
-from roll.config.estimators import DiscountOptions
+from roll.config.algorithm import PPOConfig, correction_options
+from roll.config.choices import DiscountOptions
 from roll.config.reading.fields import Choice
 from roll.methods.base import MODEL_COLUMNS, VALUES, Answer, Ask, PolicyLoss, RoleAsk, SampledLoss, ValueLoss
 from roll.methods.opd import OPD, TEACHING

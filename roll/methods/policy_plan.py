@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from roll.config.corrections import correction_options
-from roll.config.estimators import traits
+from roll.config.algorithm import correction_options
+from roll.config.choices import traits
 from roll.config.lora import adapter_rank
-from roll.config.names import INVARIANT_ATTENTION
 from roll.config.pipelines import POLICY_KEYS, READ_KEYS, TEACHES, Panel, PipelineDefinition, Task
 from roll.config.plan.plan import Plan, RunAhead, TrainingPlan
 from roll.config.plan.planning import training_plan, with_cache_length
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
-from roll.config.roles import WorkerConfig
+from roll.config.roles import INVARIANT_ATTENTION, WorkerConfig
+from roll.config.run import PolicyRunConfig
 from roll.config.strategies.registry import backend_of, generation_strategies, with_engine_size
 from roll.methods.opd_keys import (
     TaughtConfig,

@@ -14,7 +14,7 @@ from typing_extensions import TypeVar
 from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_roles, note_positions
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.data import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, ReadableSet, Written
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, training_plan, validation_data

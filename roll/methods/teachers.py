@@ -18,8 +18,8 @@ from roll.config.reading.errors import ConfigError, Problem, count
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
+from roll.config.strategies.engines import RemoteStrategyConfig
 from roll.config.strategies.registry import backend_of, typed_strategy_config
-from roll.config.strategies.remote import RemoteStrategyConfig
 from roll.workers import only_scores
 
 if TYPE_CHECKING:

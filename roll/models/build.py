@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roll.config.lora import frozen_by, names_of
 from roll.config.model_files import lacks_flash_attention, model_folder
-from roll.config.names import INVARIANT_ATTENTION
-from roll.config.roles import ModelArguments
+from roll.config.roles import INVARIANT_ATTENTION, ModelArguments
 from roll.config.weight_files import file_of_each_tensor, stored_shapes
 from roll.models.layout_setup import attention_cap
 from roll.models.stored import incomplete, text_part

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roll.config.names import INVARIANT_ATTENTION
+from roll.config.roles import INVARIANT_ATTENTION
 from roll.models.attention import Scores, layout_attention
 from roll.models.experts import sparse_layers
 from roll.models.kernels import HAS_ONEDNN, differentiable, onednn_product

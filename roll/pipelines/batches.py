@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from roll.config.policy import PolicyRunConfig
+from roll.config.run import PolicyRunConfig
 from roll.datasets import DataError
 from roll.distributed.failures import NotFinite
 from roll.methods.policy_plan import rollout_file

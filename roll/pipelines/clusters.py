@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from roll.config.plan.plan import Plan
-from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
+from roll.config.run import PolicyRunConfig
 from roll.distributed import Cluster, ResourceManager
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.files import load_tokenizer

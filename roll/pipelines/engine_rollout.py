@@ -15,7 +15,7 @@ import numpy as np
 
 from roll.checkpoint.contents import CheckpointMismatchError
 from roll.config.plan.plan import RolePlan, RunAhead
-from roll.config.policy import PolicyRunConfig
+from roll.config.run import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.sample_records import Notes

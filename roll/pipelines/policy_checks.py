@@ -7,11 +7,11 @@ from pathlib import Path
 
 from roll.config.checks.base import Checks, check_resume
 from roll.config.checks.roles import note_needless_reference
-from roll.config.estimators import PassAtKOptions, traits
+from roll.config.choices import PassAtKOptions, traits
 from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
-from roll.config.policy import update_mode
+from roll.config.run import update_mode
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.methods.policy_plan import (
     PolicyConfig,

@@ -15,9 +15,9 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from roll.config.loader import LoadedConfig
-from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.config.roles import GeneratingArguments
+from roll.config.run import PolicyRunConfig
 from roll.distributed import Cluster, ResourceManager
 from roll.distributed.signals import ending
 from roll.methods.base import Ask

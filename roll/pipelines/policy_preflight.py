@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from roll.config.checks.base import Checks
 from roll.config.lora import adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
-from roll.config.names import KERNELS
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.fields import DOTTED_PATH
-from roll.config.roles import WorkerConfig
+from roll.config.roles import KERNELS, WorkerConfig
+from roll.config.run import PolicyRunConfig
 from roll.methods.policy_plan import PolicyConfig
 
 if TYPE_CHECKING:

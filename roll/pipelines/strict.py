@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from roll.checkpoint.folders import atomic_file
 from roll.config.loader import LoadedConfig
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
+from roll.config.run import PolicyRunConfig
 from roll.distributed.nodes import environment, worker_threads
 from roll.methods.base import COMPARED_TOKENS, SAME_WEIGHTS, UNEQUAL
 from roll.methods.policy_plan import PolicyPlan

@@ -19,12 +19,10 @@ from roll.config.reading.errors import Problem
 from roll.config.roles import EIGHT_BIT_BLOCK, WorkerConfig
 from roll.config.strategies.base import ParallelDims, model_size
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, plan_zero
+from roll.config.strategies.engines import HfInferStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll.config.strategies.fsdp import Fsdp1StrategyConfig, Fsdp2StrategyConfig, frees_gathered
-from roll.config.strategies.hf_infer import HfInferStrategyConfig
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.config.strategies.registry import backend_of, generation_strategies, trains, typed_strategy_config
-from roll.config.strategies.sglang import SglangStrategyConfig
-from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.platforms import current_platform
 from roll.rehearsal.catalog import DEFAULT_GPU, GIB, GPUS, RUN_BYTES, WORKER_BYTES, Gpu, known_config
 

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.lora import uses_lora
 from roll.config.losses import RANKS, is_unpaired
-from roll.config.names import INVARIANT_ATTENTION
 from roll.config.pipelines import SCORES
 from roll.config.plan.plan import RolePlan
-from roll.config.policy import PolicyRunConfig
-from roll.config.roles import WorkerConfig
+from roll.config.roles import INVARIANT_ATTENTION, WorkerConfig
+from roll.config.run import PolicyRunConfig
 from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, numbers, plan_zero
+from roll.config.strategies.engines import HfInferStrategyConfig
 from roll.config.strategies.fsdp import Fsdp1StrategyConfig, Fsdp2StrategyConfig, frees_gathered
-from roll.config.strategies.hf_infer import HfInferStrategyConfig
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig
+from roll.config.strategies.engines import SglangStrategyConfig, VllmStrategyConfig
 from roll.config.strategies.fsdp import ShardedStrategyConfig
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.config.strategies.registry import typed_strategy_config
-from roll.config.strategies.sglang import SglangStrategyConfig
-from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.simulate import RoleRun
 from roll.rehearsal.tracker import Kind

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.config.installation import dotted_path, offered
-from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.schema import Mismatch, convert
+from roll.config.rewards import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS
 from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule
 from roll.rewards.custom import BATCH_ARGUMENT, CustomReward, Limits
 

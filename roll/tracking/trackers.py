@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roll.config.installation import dotted_path, offered
-from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.config.pipelines import find_own_modules
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import DOTTED_PATH
+from roll.config.run import UNPUBLISHED_TRACKERS
 from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, TrackedRun, Tracker
 from roll.tracking.services import MlflowTracker, PrometheusTracker, SwanLabTracker, TrackioTracker, WandbTracker
 

@@ -116,7 +116,7 @@ def read_model(model: str, overrides: Sequence[str]) -> tuple[ModelArguments, in
             raise ConfigError([Problem(overrides[0], model, "is read with a YAML file only; this is a model")])
         return ModelArguments(model_name_or_path=model), None
     from roll.config.loader import load_config
-    from roll.config.strategies.hf_infer import HfInferStrategyConfig
+    from roll.config.strategies.engines import HfInferStrategyConfig
     from roll.config.strategies.registry import typed_strategy_config
     from roll.pipelines.serve import served_role
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from roll.algorithms import policy_losses
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs, PolicyLossFunction
-from roll.config.policy_losses import CispoOptions, Kimi15Options, NoOptions, PpoOptions
+from roll.config.choices import CispoOptions, Kimi15Options, NoOptions, PpoOptions
 from roll.training_service.wire import Datum
 
 TARGETS = "target_tokens"

@@ -35,7 +35,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import xxhash
 
-from roll.config.policy import QuantizationFormat, TransportName, UpdateMode
+from roll.config.run import QuantizationFormat, TransportName
+from roll.config.strategies.base import UpdateMode
 from roll.protocol.columns import flat_view
 
 MIB = 2**20

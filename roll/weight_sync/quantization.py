@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from roll.config.policy import QuantizationFormat
 from roll.config.roles import ModelArguments
+from roll.config.run import QuantizationFormat
 from roll.models.build import empty_model, load_config
 from roll.models.experts import sparse_layers
 from roll.models.stored import StoredLayout

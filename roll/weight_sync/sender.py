@@ -21,9 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from roll.config.plan.plan import Plan
-from roll.config.policy import TransportName, WeightSyncConfig, transport_name, update_mode
 from roll.config.roles import GenerationWorkerConfig
-from roll.config.run import RunConfig
+from roll.config.run import RunConfig, TransportName, WeightSyncConfig, transport_name, update_mode
 from roll.distributed import Cluster, DeadlineExceeded, PendingCall, RemoteError, WorkerFailed
 from roll.distributed.calls import is_peer_trouble
 from roll.distributed.dispatch import in_rank_order

@@ -2,8 +2,7 @@ import pytest
 
 from roll.algorithms.advantages import advantage_estimators
 from roll.algorithms.policy_losses import policy_losses
-from roll.config.estimators import ADV_ESTIMATORS
-from roll.config.policy_losses import POLICY_LOSSES
+from roll.config.choices import ADV_ESTIMATORS, POLICY_LOSSES
 
 
 @pytest.fixture

@@ -27,9 +27,8 @@ from roll.algorithms.aggregation import LossDenominators, group_tokens_of
 from roll.algorithms.losses import actor_loss
 from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.samples import RewardOptions, RewardPostprocessor, resolve_norm_types, token_level_rewards
-from roll.config.algorithm import LOSS_AGG_MODES
-from roll.config.corrections import CORRECTION_PRESETS
-from roll.config.estimators import traits
+from roll.config.algorithm import CORRECTION_PRESETS, LOSS_AGG_MODES
+from roll.config.choices import traits
 from roll.config.reading.fields import Choice
 from tests.support.keys import algorithm, loss_options
 

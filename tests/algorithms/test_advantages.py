@@ -14,7 +14,7 @@ from roll.algorithms.advantages import (
     estimate_advantages,
 )
 from roll.algorithms.samples import token_level_rewards
-from roll.config.estimators import traits
+from roll.config.choices import traits
 from roll.config.reading.fields import Choice
 from roll.protocol.metrics import to_floats
 from tests.algorithms import reference

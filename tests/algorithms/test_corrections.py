@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from roll.algorithms.losses import correct_mismatch, mismatch_metrics, rejection_mask, weight_scale
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs
-from roll.config.corrections import CORRECTION_PRESETS, CorrectionOptions, CorrectionRule, RuleLevel, correction_options
+from roll.config.algorithm import CORRECTION_PRESETS, CorrectionOptions, CorrectionRule, RuleLevel, correction_options
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms.reference import Batch, each_batch, inputs_of, make_batch, mean
 

@@ -20,7 +20,7 @@ from roll.algorithms.losses import (
 )
 from roll.algorithms.policy_losses import LossInputs
 from roll.config.algorithm import LOSS_AGG_MODES
-from roll.config.policy_losses import POLICY_LOSSES, ClipOptions
+from roll.config.choices import POLICY_LOSSES, ClipOptions
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, each_batch, inputs_of, make_batch, whole

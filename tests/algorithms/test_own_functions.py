@@ -162,7 +162,7 @@ class ToyOptions:
 
 """
 TOY = """
-from roll.config.policy_losses import ToyOptions
+from roll.config.choices import ToyOptions
 
 
 @register_policy_loss("toy", options=ToyOptions)
@@ -190,7 +190,7 @@ def test_a_new_policy_loss_of_the_package_touches_two_files(tmp_path: Path) -> N
     """A row with its options in the configuration, and a function: the file is checked, and the loss is computed."""
     package = Path(aggregation.__file__).parents[1]
     shutil.copytree(package, tmp_path / "roll", ignore=shutil.ignore_patterns("__pycache__"))
-    table, functions = tmp_path / "roll/config/policy_losses.py", tmp_path / "roll/algorithms/policy_losses.py"
+    table, functions = tmp_path / "roll/config/choices.py", tmp_path / "roll/algorithms/policy_losses.py"
     text = table.read_text(encoding="utf-8")
     assert text.count(ROW) == text.count(OPTIONS) == 1
     text = text.replace(OPTIONS, TOY_OPTIONS + OPTIONS)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from roll.config.estimators import ADV_ESTIMATORS
+from roll.config.choices import ADV_ESTIMATORS
 from roll.config.reading.legacy_keys import DEAD_KEYS
 from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS, TEMPLATE_FIELDS
 from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan

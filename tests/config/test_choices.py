@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from roll.config.corrections import CorrectionRule, correction_options
-from roll.config.estimators import ADV_ESTIMATORS
+from roll.config.algorithm import CorrectionRule, correction_options
+from roll.config.choices import ADV_ESTIMATORS, POLICY_LOSSES
 from roll.config.json_schema import json_schema, key_paths
-from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.fields import Table
 from roll.config.reading.legacy_keys import FLAT_NAMES
 from roll.config.reference import explain

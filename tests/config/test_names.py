@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll.algorithms.registry import Registry
-from roll.config import algorithm, estimators, names
+from roll.config import algorithm, choices, data, rewards, run
 from roll.config.checks.keys import REFUSALS
 from roll.config.reading.fields import Table
 from roll.config.reading.legacy_keys import DEAD_KEYS
@@ -31,15 +31,14 @@ def shipped(table: Table[Any]) -> set[str]:
 def test_policy_losses() -> None:
     from roll.algorithms import losses  # noqa: F401  (importing it registers every loss)
     from roll.algorithms.policy_losses import policy_losses
-    from roll.config.policy_losses import POLICY_LOSSES
 
-    assert shipped(POLICY_LOSSES) == ours(policy_losses)
+    assert shipped(choices.POLICY_LOSSES) == ours(policy_losses)
 
 
 def test_advantage_estimators() -> None:
     from roll.algorithms.advantages import advantage_estimators
 
-    assert shipped(estimators.ADV_ESTIMATORS) == ours(advantage_estimators)
+    assert shipped(choices.ADV_ESTIMATORS) == ours(advantage_estimators)
 
 
 def test_kl_and_aggregation() -> None:
@@ -54,21 +53,21 @@ def test_templates_and_trackers() -> None:
     from roll.datasets.templates import TEMPLATES
     from roll.tracking.trackers import OPTIONS
 
-    assert set(names.TEMPLATES) == set(TEMPLATES)
-    assert set(names.TRACKERS) == set(OPTIONS)
+    assert set(data.TEMPLATES) == set(TEMPLATES)
+    assert set(run.TRACKERS) == set(OPTIONS)
 
 
 def test_rewards() -> None:
     from roll.rewards.registry import load_target
 
-    assert all(dataclasses.is_dataclass(load_target(name)) for name in names.REWARDS)
+    assert all(dataclasses.is_dataclass(load_target(name)) for name in rewards.REWARDS)
 
 
 def test_group_filters() -> None:
     from roll.rollout.flow import build_filter, group_filters
 
-    assert set(names.FILTER_ARGUMENTS) == set(group_filters.names)
-    for kind, arguments in names.FILTER_ARGUMENTS.items():
+    assert set(rewards.FILTER_ARGUMENTS) == set(group_filters.names)
+    for kind, arguments in rewards.FILTER_ARGUMENTS.items():
         build_filter(kind, dict.fromkeys(arguments, 0.5))
 
 

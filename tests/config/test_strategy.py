@@ -11,8 +11,8 @@ from roll.config.roles import StrategyArguments
 from roll.config.strategies import registry
 from roll.config.strategies.base import Backend
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig
+from roll.config.strategies.engines import HfInferStrategyConfig
 from roll.config.strategies.fsdp import Fsdp1StrategyConfig, Fsdp2StrategyConfig
-from roll.config.strategies.hf_infer import HfInferStrategyConfig
 from roll.config.strategies.registry import BACKENDS, checkpoint_readers, strategy_keys, trains, typed_strategy_config
 
 SECTION_E_KEYS = {

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from roll.config.estimators import ADV_ESTIMATORS, Estimator
+from roll.config.choices import ADV_ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 from roll.config.json_schema import json_schema
-from roll.config.names import REWARDS, BuiltInReward
 from roll.config.pipelines import TRAINS
-from roll.config.policy_losses import POLICY_LOSSES, PolicyLoss
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.fields import Table, setting
 from roll.config.reference import explain, page
+from roll.config.rewards import REWARDS, BuiltInReward
 from roll.config.strategies.base import Backend, Package, StrategyConfig
 from roll.config.strategies.registry import BACKENDS
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -105,9 +104,9 @@ def test_a_built_in_name_is_written_in_two_files() -> None:
     files = [file for file in PACKAGE.rglob("*.py") if not {"translation", "training_service"} & {*file.parts}]
     written = {file.relative_to(PACKAGE).as_posix(): set(constants(file)) for file in files}
     homes = (
-        ("config/policy_losses.py", "algorithms/policy_losses.py", "gspo cispo vespo topr sapo kl_cov"),
-        ("config/estimators.py", "algorithms/advantages.py", "rloo opo gpg maxrl remax reinforce++"),
-        ("config/names.py", "rewards/", "gsm8k_rule exact_match ifeval detection"),
+        ("config/choices.py", "algorithms/policy_losses.py", "gspo cispo vespo topr sapo kl_cov"),
+        ("config/choices.py", "algorithms/advantages.py", "rloo opo gpg maxrl remax reinforce++"),
+        ("config/rewards.py", "rewards/", "gsm8k_rule exact_match ifeval detection"),
     )
     for table, home, name in ((table, home, name) for table, home, names in homes for name in names.split()):
         found = {file for file, texts in written.items() if name in texts}

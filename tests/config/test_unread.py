@@ -14,8 +14,7 @@ from roll.algorithms.advantages import AdvantageInputs, advantage_estimators
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs, policy_losses
 from roll.config.algorithm import ADV_ESTIMATORS
-from roll.config.estimators import GdpoOptions
-from roll.config.policy_losses import POLICY_LOSSES
+from roll.config.choices import POLICY_LOSSES, GdpoOptions
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.schema import nested_section, rules_of, type_hints
 from roll.config.strategies.registry import BACKENDS

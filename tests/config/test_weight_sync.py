@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.config.policy import WeightSyncConfig, transport_name, update_mode
 from roll.config.reading.errors import ConfigError
+from roll.config.run import WeightSyncConfig, transport_name, update_mode
 from roll.preflight import check_parts
 from tests.config.good import changed, load
 

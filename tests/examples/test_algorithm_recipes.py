@@ -10,7 +10,7 @@ import pytest
 from roll.algorithms.losses import actor_loss_options
 from roll.algorithms.policy_losses import clip_range
 from roll.algorithms.samples import resolve_norm_types
-from roll.config.corrections import CORRECTION_PRESETS
+from roll.config.algorithm import CORRECTION_PRESETS
 from roll.config.loader import LoadedConfig
 from tests.support.recipes import EXAMPLES, loaded
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.config.policy import PolicyRunConfig
 from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.run import PolicyRunConfig
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
 from roll.methods.base import Ask

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from roll.config.policy import TransportName
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.config.run import TransportName
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.weight_sync.encoding import SyncReport, Update, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import RayEngines, WeightSender, build_transport

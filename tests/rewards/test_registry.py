@@ -3,8 +3,7 @@ import sys
 
 import pytest
 
-from roll.config.names import REWARDS
-from roll.config.rewards import RewardConfig
+from roll.config.rewards import REWARDS, RewardConfig
 from roll.rewards import (
     RewardError,
     RewardOptionError,

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
-from roll.config.strategies.remote import RemoteStrategyConfig
+from roll.config.strategies.engines import RemoteStrategyConfig
 from roll.distributed import WorkerContext
 from roll.methods.base import Ask
 from roll.methods.teachers import check_teachers, probe_ids, service_problems

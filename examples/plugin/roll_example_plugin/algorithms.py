@@ -11,7 +11,7 @@ from roll.algorithms.losses import register_policy_loss
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.registry import with_options
-from roll.config.policy_losses import NoOptions
+from roll.config.choices import NoOptions
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from roll.config.reading.fields import setting
 from roll.config.strategies.base import Backend
-from roll.config.strategies.hf_infer import HF_INFER, HfInferStrategyConfig
+from roll.config.strategies.engines import HF_INFER, HfInferStrategyConfig
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll.config.data import name_problem
-from roll.config.names import DECAY_TYPES, LR_SCHEDULER_OPTIONS, TEMPLATE_ENDINGS
+from roll.config.data import TEMPLATE_ENDINGS, name_problem
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.reading.errors import ConfigError, Problem, Problems
 from roll.config.reading.yaml_files import shown
-from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.roles import DECAY_TYPES, LR_SCHEDULER_OPTIONS, DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 
 

@@ -12,13 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from roll.config.checks.base import Checks
-from roll.config.names import KERNELS
 from roll.config.pipelines import PipelineDefinition
 from roll.config.reading.errors import Problems, plain_words
 from roll.config.reading.fields import DOTTED_PATH, Choice
 from roll.config.reading.schema import rules_of, says_no
 from roll.config.rewards import CLASSIFIER
-from roll.config.roles import StrategyArguments, WorkerConfig
+from roll.config.roles import KERNELS, StrategyArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import Backend, StrategyConfig
 from roll.config.strategies.registry import BACKENDS

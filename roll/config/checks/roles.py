@@ -29,13 +29,12 @@ from roll.config.model_files import (
     model_number,
     read_model_config,
 )
-from roll.config.names import KERNELS, UNPUBLISHED_TRACKERS
 from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TEACHES, TRAINS
 from roll.config.plan.plan import check_micro_batching
 from roll.config.plan.planning import devices_per_worker, world_size
 from roll.config.rewards import CLASSIFIER, JUDGE_ROLE, OWN_PREFIX
-from roll.config.roles import WorkerConfig
-from roll.config.run import RunConfig
+from roll.config.roles import KERNELS, WorkerConfig
+from roll.config.run import UNPUBLISHED_TRACKERS, RunConfig
 from roll.config.strategies.base import StrategyConfig
 from roll.config.strategies.registry import (
     BACKENDS,

@@ -18,12 +18,12 @@ from roll.config.checks.keys import default_of, has_use, roles_of, sections_of, 
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import PipelineDefinition
 from roll.config.plan.plan import Plan
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.compose import ROLL
 from roll.config.reading.errors import count
 from roll.config.reading.fields import Choice
 from roll.config.reading.masking import masked, masked_text
 from roll.config.reading.schema import rules_of
+from roll.config.run import PolicyRunConfig
 from roll.config.strategies.registry import generation_strategies
 
 WIDEST_DEVICE_TABLE = 8

@@ -9,8 +9,19 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from roll.config.estimators import DiscountOptions, GaeOptions, GdpoOptions, GigpoOptions, PassAtKOptions, StepOptions
-from roll.config.policy_losses import POLICY_LOSSES, ClipOptions, DualClipOptions, PpoOptions, ToprOptions
+from roll.config.choices import (
+    POLICY_LOSSES,
+    ClipOptions,
+    DiscountOptions,
+    DualClipOptions,
+    GaeOptions,
+    GdpoOptions,
+    GigpoOptions,
+    PassAtKOptions,
+    PpoOptions,
+    StepOptions,
+    ToprOptions,
+)
 from roll.config.reading.fields import RULES, FlatName
 
 RANGE, DUAL = "use_pg_clip_range", "dual_clip_loss"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from math import gcd, prod
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from roll.config.reading.errors import Problems
-from roll.config.reading.fields import setting
-from roll.config.reading.legacy_keys import dead_keys, dead_words
 from roll.config.roles import WorkerConfig
 
 if TYPE_CHECKING:
@@ -189,77 +187,6 @@ class HostStatesConfig(StrategyConfig):
         if trains and self.optimizer_cpu_offload and optimizer != "adamw":
             rule = f"goes with training_args.optimizer: adamw; this role has {optimizer}"
             problems.add(f"{name}.strategy_args.strategy_config.{key}", True, rule, False)
-
-
-@dataclass(frozen=True)
-class EngineConfig(StrategyConfig):
-    """Options of every generation engine."""
-
-    max_num_seqs: int = setting(256, ge=1)
-    """Samples that are generated at the same time; further ones wait. ``sglang`` also takes
-    ``max_running_requests``."""
-    max_model_len: int | None = setting(None, ge=2)
-    """Longest prompt plus response, which sizes the KV cache of ``hf_infer``; responses end there. null: the pipeline's
-    longest sequence. ``sglang`` also takes ``context_length``."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
-    in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """The KV cache of samples in flight when new weights arrive: computed again with them, or kept, which costs nothing
-    and makes the next tokens those of a mixture of both weights."""
-
-
-@dataclass(frozen=True)
-class PackagedEngineConfig(EngineConfig):
-    """Options of the engines that are packages of their own: vLLM and SGLang."""
-
-    decided: ClassVar[Mapping[str, str]]
-    """Engine arguments that the strategy fills in, and what decides about them."""
-    tensor_size_key: ClassVar[str]
-    """Option that gives the engine's tensor-parallel size."""
-
-    enable_prefix_caching: bool = True
-    """Keep the blocks of finished prompts for later ones that begin alike. Emptied at every weight update."""
-    sleep_level: int = setting(1, ge=1, le=2)
-    """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them until the next weight update. The
-    KV cache is dropped either way. No effect on a CPU."""
-    gpu_memory_utilization: float | None = setting(None, gt=0, le=1, example=0.8, aliases=("mem_fraction_static",))
-    """Share of a GPU's memory for weights and KV cache together (SGLang: below 1); null: the engine's choice. No effect
-    on a CPU."""
-    enforce_eager: bool | None = setting(None, aliases=("disable_cuda_graph",))
-    """No graph capture, in vLLM no compilation either. null: true on a CPU, where it does not pay."""
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``; names and types are checked.
-    ``optimization_level``, ``disable_custom_all_reduce`` (vLLM), ``chunked_prefill_size`` and ``attention_backend``
-    (SGLang) may also be keys of ``strategy_config``."""
-    allow_untested_version: bool = False
-    """Run with a version of the engine outside the tested ones."""
-
-    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report engine arguments that have a key of their own, and those that the strategy fills in."""
-        path = f"{name}.strategy_args.strategy_config"
-        own = {item.name for item in fields(self)}
-        for key, value in self.engine_args.items():
-            if key in own:
-                problems.add(f"{path}.engine_args.{key}", value, f"has a key of its own: write {path}.{key}")
-            elif key in self.decided:
-                rule = f"is not yours to set: {self.decided[key]} decides"
-                problems.add(f"{path}.engine_args.{key}", value, rule)
-            elif key in dead_keys(type(self)):
-                problems.add(f"{path}.engine_args.{key}", value, dead_words(dead_keys(type(self))[key]))
-
-    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
-        """Tensor-parallel ranks take whole heads; a key-value head may be held by several ranks."""
-        size: int = getattr(self, self.tensor_size_key)
-        heads = model_size(model, "num_attention_heads")
-        groups = model_size(model, "num_key_value_heads") or heads
-        if heads and heads % size:
-            rule = f"must divide the model's {heads} attention heads"
-        elif groups and groups % size and size % groups:
-            rule = f"must divide the model's {groups} key-value heads, or be a multiple of them"
-        else:
-            return
-        key = f"{name}.strategy_args.strategy_config.{self.tensor_size_key}"
-        yield key, size, rule, largest_divisor(size, gcd(heads, groups))
 
 
 def model_size(model: Mapping[str, Any], key: str) -> int:

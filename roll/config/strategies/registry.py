@@ -1,6 +1,6 @@
 """The registry of backends and engines, and the typed options of each strategy (``strategy_args.strategy_config``).
 
-A :class:`Backend` is described in a file of its own next to this one; :data:`BACKENDS` is the only list of them.
+A :class:`Backend` is described in a file next to this one; :data:`BACKENDS` is the only list of them.
 ``StrategyArguments.strategy_config`` holds what the user wrote; :func:`typed_strategy_config` gives the checked
 dataclass of the chosen strategy.  A key that belongs to another strategy is left out (the loader says so in one line),
 so that one changed ``strategy_name`` is a whole switch of backend; a key that no strategy knows is an error."""
@@ -19,12 +19,9 @@ from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.strategies.base import Backend, StrategyConfig
 from roll.config.strategies.deepspeed import DEEPSPEED
+from roll.config.strategies.engines import HF_INFER, REMOTE, SGLANG, VLLM
 from roll.config.strategies.fsdp import FSDP1, FSDP2
-from roll.config.strategies.hf_infer import HF_INFER
 from roll.config.strategies.megatron import MEGATRON
-from roll.config.strategies.remote import REMOTE
-from roll.config.strategies.sglang import SGLANG
-from roll.config.strategies.vllm import VLLM
 
 # The only list of backends and engines, by `strategy_name`; those of installed packages come after its own.
 BACKENDS: Table[Backend] = Table("strategy_name", FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG, REMOTE)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from roll.agents.agent_options import AGENTS, Context, ToolWrapperArguments
 from roll.agents.call_formats import TOOL_FORMATS
-from roll.config.estimators import traits
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.choices import traits
+from roll.config.data import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import FilterConfig
 from roll.config.roles import DataArguments, GenerationWorkerConfig, StrategyArguments, WorkerConfig

@@ -12,9 +12,9 @@ from roll.agents.agent_options import AgentOptionError, uses_tools
 from roll.agents.chat_ids import ChatTemplate, TemplateError, check_template
 from roll.agents.images import ChatImages
 from roll.agents.programs import TasksetError, is_taskset, number_of_tasks
+from roll.config.data import TEMPLATE_ENDINGS
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_config, model_folder
-from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.pipelines import find_own_modules
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked

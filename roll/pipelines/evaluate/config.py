@@ -14,10 +14,10 @@ from roll.checkpoint.folders import CHECKPOINT_NAME
 from roll.config.checks.base import Checks
 from roll.config.model_files import CONFIG, gguf_files, looks_like_folder, model_folder, read_model_config
 from roll.config.plan.plan import Plan
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
-from roll.config.strategies.remote import EXAMPLE_URL, url_problem
+from roll.config.run import PolicyRunConfig
+from roll.config.strategies.engines import EXAMPLE_URL, url_problem
 from roll.pipelines.rlvr.checks import SET_NAME
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import ValidationSet

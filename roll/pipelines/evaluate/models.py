@@ -19,7 +19,7 @@ from rich.text import Text
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import loadable
 from roll.config.plan.plan import RolePlan
-from roll.config.policy import PolicyRunConfig
+from roll.config.run import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
 from roll.distributed.signals import ending
 from roll.pipelines.engine_rollout import between_turns, engine_client

@@ -16,7 +16,7 @@ import numpy as np
 from roll.config.plan.plan import RolePlan
 from roll.config.rewards import REWARD_MODEL, model_inputs
 from roll.config.roles import DataArguments
-from roll.config.strategies.remote import RemoteStrategyConfig
+from roll.config.strategies.engines import RemoteStrategyConfig
 from roll.datasets import PromptDataset
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow

@@ -15,9 +15,9 @@ import numpy as np
 from roll.checkpoint.folders import atomic_file
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_folder
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import DataArguments
+from roll.config.run import PolicyRunConfig
 from roll.datasets.types import DataError
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatePlan, ModelsPlan
 from roll.pipelines.files import sample_table

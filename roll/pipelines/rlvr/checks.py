@@ -8,8 +8,8 @@ import re
 from roll.config.checks.base import Checks, check_columns, check_data_files, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
-from roll.config.estimators import traits
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.choices import traits
+from roll.config.data import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
 from roll.config.rewards import section_of

@@ -6,25 +6,23 @@ from roll.config.checks.base import Checks
 from roll.config.installation import offered
 from roll.config.losses import SCORE_INPUT
 from roll.config.model_files import model_config
-from roll.config.names import (
-    FILTER_ARGUMENTS,
-    PLANNED_REWARDS,
-    PUBLISHED_PREFIX,
-    PUBLISHED_REWARDS,
-    REWARDS,
-    WHY_PLANNED,
-)
+from roll.config.pipelines import PUBLISHED_PREFIX
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import DOTTED_PATH, dotted
 from roll.config.rewards import (
     CLASSIFIER,
     CLUSTER,
+    FILTER_ARGUMENTS,
     INFERENCE,
     JUDGE_KEYS,
     JUDGE_ROLE,
     LLM_JUDGE,
+    PLANNED_REWARDS,
+    PUBLISHED_REWARDS,
     REWARD_MODEL,
+    REWARDS,
+    WHY_PLANNED,
     FilterConfig,
     RewardConfig,
     generates_otherwise,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from roll.config.data import DataArguments
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.data import TEMPLATE_ENDINGS, TEMPLATES, DataArguments
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import RewardConfig
 from roll.config.roles import GeneratingArguments, GenerationWorkerConfig, StrategyArguments, WorkerConfig

@@ -6,14 +6,13 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from roll.config.names import REWARDS
 from roll.config.pipelines import worker_name
 from roll.config.plan.plan import Plan
 from roll.config.reading.errors import count
-from roll.config.rewards import rewards_of
+from roll.config.rewards import REWARDS, rewards_of
 from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.strategies.engines import VllmStrategyConfig
 from roll.config.strategies.registry import typed_strategy_config
-from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.datasets.vision_model import VisionModel
 from roll.methods.policy import check_rows

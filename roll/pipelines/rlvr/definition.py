@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.algorithm import ESTIMATOR, PPOConfig
-from roll.config.estimators import ADV_ESTIMATORS, DiscountOptions, traits
+from roll.config.choices import ADV_ESTIMATORS, POLICY_LOSSES, DiscountOptions, traits
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
@@ -26,8 +26,6 @@ from roll.config.pipelines import (
     worker_name,
 )
 from roll.config.plan.planning import finished_section, shared_plan, with_cache_length
-from roll.config.policy import PolicyRunConfig, RouterConfig, WeightSyncConfig
-from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.errors import ConfigError, count
 from roll.config.reading.fields import DOTTED_PATH, Choice
 from roll.config.reading.masking import masked
@@ -46,7 +44,7 @@ from roll.config.rewards import (
     section_of,
 )
 from roll.config.roles import WorkerConfig
-from roll.config.run import RunConfig
+from roll.config.run import PolicyRunConfig, RouterConfig, RunConfig, WeightSyncConfig
 from roll.config.strategies.base import own_weights
 from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition, policy_plan, policy_training_plans
 from roll.pipelines.policy_preflight import BUILD_FILTER, check_policy_host, late, policy_functions

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import EngineConfig
+from roll.config.strategies.engines import EngineConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import checked_config
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence

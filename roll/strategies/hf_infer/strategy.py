@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.hf_infer import HfInferStrategyConfig
+from roll.config.strategies.engines import HfInferStrategyConfig
 from roll.config.weight_files import file_of_each_tensor
 from roll.models.build import (
     DTYPES,

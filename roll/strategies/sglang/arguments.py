@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.server_args import ServerArgs
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.sglang import SglangStrategyConfig
+from roll.config.strategies.engines import SglangStrategyConfig
 from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
 from roll.strategies.engines.packaged import cache_numbers, typed_arguments

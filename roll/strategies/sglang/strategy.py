@@ -19,7 +19,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
+from roll.config.strategies.engines import SGLANG, SglangStrategyConfig
 from roll.platforms import current_platform
 from roll.strategies.engines.packaged import PackagedEngine, check_version
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, StopStringMatcher, check_request

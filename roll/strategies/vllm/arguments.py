@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.config.strategies.engines import VllmStrategyConfig
 from roll.models.build import DTYPES, folder_config, overrides
 from roll.platforms import Platform
 from roll.protocol.images import EncodedVideo

@@ -17,7 +17,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
+from roll.config.strategies.engines import VLLM, VllmStrategyConfig
 from roll.platforms import current_platform
 from roll.protocol.vision import VisionInputs
 from roll.strategies.engines.packaged import PackagedEngine, RankWatch, check_version

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
-from roll.config.strategies.vllm import adapter_engine_args
+from roll.config.strategies.engines import adapter_engine_args
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.weight_sync.encoding import tensor_checksum
