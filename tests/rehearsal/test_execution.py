@@ -14,11 +14,10 @@ import torch
 from roll.cli import main
 from roll.config.roles import ModelArguments, OptimizerConfig, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.rehearsal.formulas import model_shape
-from roll.rehearsal.memory_traffic import MemoryTraffic
 from roll.rehearsal.roles import with_reshard_settled
 from roll.rehearsal.simulate import Task, rehearse
 from roll.rehearsal.stand_ins import fake_world
-from roll.rehearsal.tracker import Collective, Kind, Tracker
+from roll.rehearsal.tracker import Collective, Kind, MemoryTraffic, Tracker
 from roll.strategies.base import StateKind
 from roll.strategies.training import adamw
 
