@@ -38,7 +38,7 @@ from roll.config.strategies.base import HostStatesConfig
 from roll.config.strategies.engines import EngineConfig, PackagedEngineConfig
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import BACKENDS
-from roll.config.words.rows import meanings_of
+from roll.config.words import meanings_of
 
 SIGNS = {"at least": ">=", "greater than": ">", "at most": "<=", "less than": "<"}
 BOUNDED = re.compile(r"\b(int|number)\b")

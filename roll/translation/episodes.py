@@ -12,7 +12,6 @@ from typing import Any
 
 from roll.translation.algorithms import NORM
 from roll.translation.rules import Draft
-from roll.translation.tables import TURNS
 
 AGGREGATIONS = [f"{term}loss_agg_mode" for term in ("", "kl_", "entropy_", "value_")]
 VALIDATION = "_val"  # ending of the entry that is played in validation
@@ -27,6 +26,8 @@ OF_ROWS = (
 # Keys of a run of single turns that an agentic one does not have.
 OF_SINGLE_TURNS = ("prompt_length", "response_length", "num_return_sequences_in_group")
 ALL_ROWS = "val_batch_size episodes of them are played; there all rows are"
+# The reason why whole families of configurations are refused.
+TURNS = "several turns, tools and agents have no translation: the agentic pipeline has keys of its own"
 BY_ROW = "a row's column agent_name names its loop; without it, and without default_agent_loop, a row has one turn"
 SUMMED = "the advantage there comes from the reward of the last turn, here from the sum: the same unless others pay"
 LIMIT = "an episode ends there; here with the tokens of its last prompt and response together"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.config.model_files import EXPERTS, NEEDS, OTHER_VISION, VISION, family_of, missing, needed
-from roll.config.words.rows import OPTIONS
+from roll.config.words import OPTIONS
 from roll.translation.rules import Draft
 
 # Families with experts of which no backend is tested: their attention is another one.

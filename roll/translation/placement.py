@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from roll.config.words.rows import OPTIONS
+from roll.config.words import OPTIONS
 from roll.translation.families import EMBEDDED_ENGINE, WEIGHTS_PER_DEVICE, strategy_of, weights_of, written_strategy
 from roll.translation.reading import UNSET
 from roll.translation.rules import Draft

@@ -25,9 +25,8 @@ from roll.translation.placement import (
     put_token_budgets,
 )
 from roll.translation.recording import DEVICES
-from roll.translation.rules import Dialect, Draft, Section
+from roll.translation.rules import Dialect, Draft, Section, listed, read_table
 from roll.translation.skyrl import SKYRL
-from roll.translation.tables import listed, read_table
 from roll.translation.verl import VERL
 
 SECTION = "sft_train"  # section of the model that learns, in place of `actor_train`

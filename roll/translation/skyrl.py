@@ -13,8 +13,7 @@ from typing import Any
 from roll.translation.episodes import find_episodes
 from roll.translation.placement import find_engines, ranks_of_a_sequence
 from roll.translation.reading import Source
-from roll.translation.rules import ROLES, Dialect, Draft
-from roll.translation.tables import one_of, read_table, whole
+from roll.translation.rules import ROLES, Dialect, Draft, one_of, read_table, whole
 
 MODEL, OVERRIDE = "trainer.policy.model.path", "trainer.override_entrypoint"
 # LOOP (arXiv:2502.01600) subtracts the mean of the others of a group, which is RLOO.

@@ -12,9 +12,8 @@ import yaml
 from roll.translation.distillation import find_distillation
 from roll.translation.episodes import find_tool_episodes
 from roll.translation.reading import CONFIG_NAME, Source, read_yaml
-from roll.translation.rules import Dialect, Draft
+from roll.translation.rules import Dialect, Draft, one_of, read_table, whole
 from roll.translation.sampling import bounds
-from roll.translation.tables import one_of, read_table, whole
 
 # The last three differ from the papers' of the same name.
 ESTIMATORS = {

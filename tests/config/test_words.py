@@ -14,7 +14,7 @@ from roll.config.checks.unknown_keys import Guide
 from roll.config.pipelines import NAMES, definition_of
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reference import explain
-from roll.config.words.rows import OPTIONS, vocabulary
+from roll.config.words import OPTIONS, vocabulary
 from tests.config.good import GONE, GOOD, GOOD_SFT, changed, load, mistakes, read_table
 from tests.config.test_mistakes import MISTAKES, Row
 

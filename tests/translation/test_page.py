@@ -22,7 +22,7 @@ from roll.config.reading.legacy_keys import dead_keys
 from roll.config.reading.schema import known_keys
 from roll.config.reference import tables
 from roll.translation.engine import DIALECTS
-from roll.translation.tables import read_table
+from roll.translation.rules import read_table
 from tests.translation.conftest import ROOT
 from tests.translation.source_formulas import Responses, mean
 from tests.translation.test_algorithms import RESPONSES, OurSide, assert_equal
@@ -151,7 +151,7 @@ def test_unknown_parts_are_seen() -> None:
 
 def test_a_row_is_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toy.table").write_text(TABLE, encoding="utf-8")
-    monkeypatch.setattr("roll.config.words.rows.TABLES", tmp_path)
+    monkeypatch.setattr("roll.config.words.TABLES", tmp_path)
     first, second = read_table("toy", {})
     assert (first.title, second.title) == ("First", "Second")
     (rule,) = first.rules

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.config.words.rows import expanded
+from roll.config.words import expanded
 from roll.translation.reading import read_yaml
 from tests.translation import commands
 from tests.translation.conftest import Translate

@@ -30,7 +30,7 @@ from roll.config.reading.schema import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS
-from roll.config.words.rows import OPTIONS, Meaning, meanings_of, sections
+from roll.config.words import OPTIONS, Meaning, meanings_of, sections
 
 # A place that is read; that another key must be set for; in a section that the file does not have.
 READ, CONDITIONAL, ABSENT = range(3)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from roll.config.installation import Group, dotted_path, offered
 from roll.config.reading.errors import closest_value
 from roll.config.reading.fields import DOTTED_PATH, FieldRules, dotted
-from roll.config.words.rows import meanings_of
+from roll.config.words import meanings_of
 
 LARGEST = 2**53  # whole numbers up to this one are floats, too; no key has a use for a larger one
 

@@ -20,7 +20,7 @@ from roll.config.reading.conversion import convert_field as convert_field
 from roll.config.reading.errors import Problems, closest
 from roll.config.reading.fields import NO_RULES, RULES, Choice, FieldRules, FlatName
 from roll.config.reading.legacy_keys import FLAT_NAMES, dead_keys, dead_words
-from roll.config.words.rows import OPTIONS, meanings_of
+from roll.config.words import OPTIONS, meanings_of
 
 T = TypeVar("T")
 MOST_KEYS_LISTED = 12
