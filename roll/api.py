@@ -38,12 +38,11 @@ from roll.config.plan.render import line, render_plan
 from roll.config.reading.compose import hydra_value
 from roll.config.reading.errors import ConfigError, Notice, Problem
 from roll.distributed.forked_workers import forking
-from roll.preflight import check_first_rows, check_parts, ready
+from roll.preflight import check_first_rows, check_parts, check_resumption, ready
 from roll.rehearsal.catalog import find_gpu
 from roll.rehearsal.formulas import misfits, quick_lines
 from roll.report.page import write_report
 from roll.report.run_files import REPORT_NAME, read_run
-from roll.resumption import check_resumption
 from roll.tracking.callbacks import STOP, Callbacks, sample_rows
 
 logger = logging.getLogger(__name__)

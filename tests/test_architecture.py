@@ -36,7 +36,7 @@ FLOORS = {
     5: {"pipelines"},
     6: {
         *("api", "cli", "clients", "command_line", "doctor", "evaluate", "preflight", "rehearsal"),
-        *("replay", "resumption", "starter", "sweep", "training_service", "translation"),
+        *("replay", "starter", "sweep", "training_service", "translation"),
     },
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}

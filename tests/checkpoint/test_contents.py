@@ -20,7 +20,7 @@ from roll.checkpoint.contents import (
 )
 from roll.config.reading.errors import ConfigError
 from roll.config.strategies.registry import train_strategies
-from roll.resumption import check_resumption
+from roll.preflight import check_resumption
 from tests.config.good import GOOD_SFT, changed, load
 from tests.support.checkpoints import BODY, HEAD, PLAIN, write_checkpoint
 

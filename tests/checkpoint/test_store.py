@@ -18,7 +18,7 @@ from roll.checkpoint.manager import probable_checkpoint
 from roll.checkpoint.store import ObjectStore, store_problem
 from roll.config.reading.errors import ConfigError
 from roll.config.run import CheckpointConfig
-from roll.resumption import check_resumption
+from roll.preflight import check_resumption
 from tests.config.good import changed, load, mistakes
 from tests.support.checkpoints import PLAIN, bucket, write_checkpoint  # noqa: F401  the fixture
 

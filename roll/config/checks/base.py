@@ -89,7 +89,7 @@ def check_columns(key: str, arguments: DataArguments, checks: Checks) -> None:
 def check_resume(config: RunConfig, checks: Checks) -> None:
     path = config.resume_from_checkpoint
     if not isinstance(path, str) or not checks.check_files or "://" in path:
-        return  # a URL is looked up in its store, by roll.resumption.check_resumption
+        return  # a URL is looked up in its store, by roll.preflight.check_resumption
     if not os.path.isdir(Path(path).expanduser()):
         checks.add("resume_from_checkpoint", path, "no such checkpoint folder; true continues from the newest", "true")
 
