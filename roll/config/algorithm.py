@@ -19,7 +19,7 @@ from roll.config.reading.fields import DOTTED_PATH, Choice, rules, setting
 from roll.config.reading.schema import SchemaReader, build
 
 Level = Literal["token", "segment", "geometric", "sequence"]
-RuleLevel = Literal["token", "segment", "geometric", "sequence", "max"]
+RuleLevel = Literal[Level, "max"]
 Action = Literal["truncate", "mask", "both", "reject"]
 MismatchMetric = Literal["ratio", "log_diff", "prob_diff", "k1", "k2", "k3"]
 

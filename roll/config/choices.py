@@ -7,8 +7,9 @@ A new one is a row of :data:`POLICY_LOSSES` or :data:`ADV_ESTIMATORS`, a datacla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from roll.config.reading.fields import Choice, Named, Table, setting
 
@@ -268,3 +269,15 @@ ADV_ESTIMATORS = Table(
 def traits(choice: Choice) -> Estimator:
     """Traits of an estimator; a function found by its dotted path has no special needs."""
     return ADV_ESTIMATORS.get(choice.name) or Estimator(choice.name)
+
+
+def option_tables(table: Table[Any]) -> Iterator[tuple[str, type, tuple[type, ...]]]:
+    """Tables of the options of each row of a choice; rows with the same options have one."""
+    names: dict[type, list[str]] = {}
+    for row in table.rows:
+        if row.options is not None and fields(row.options):
+            names.setdefault(row.options, []).append(row.name)
+    for cls, rows in names.items():
+        bases = tuple(base for base in cls.__mro__[1:] if base in names)
+        also = f" (in addition to the options of `{names[bases[0]][0]}`)" if bases else ""
+        yield f"`{table.key}: {{name: {' or '.join(rows)}}}`{also}", cls, bases

@@ -1,4 +1,4 @@
-"""The definition of a pipeline: everything that loader, checks, planner and trackers need to know of it.
+"""The definition of a pipeline and its parts: everything that loader, checks, planner and trackers need to know of it.
 
 A pipeline is one folder, ``roll/pipelines/<name>/``, whose ``definition.py`` derives from :class:`PipelineDefinition`.
 Such a module imports neither torch nor ray at its top, since ``roll check`` imports it too."""
@@ -11,22 +11,16 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Generic
 
 from typing_extensions import TypeVar
 
-from roll.config.pipeline_parts import Headline as Headline
-from roll.config.pipeline_parts import Panel as Panel
-from roll.config.pipeline_parts import ReadableSet as ReadableSet
-from roll.config.pipeline_parts import Role as Role
-from roll.config.pipeline_parts import Task as Task
 from roll.config.plan.plan import Plan
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.fields import Table
-from roll.config.rewards import PUBLISHED_REWARDS
+from roll.config.rewards import worker_name
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
@@ -40,6 +34,66 @@ from roll.config.strategies.registry import (
 C = TypeVar("C", bound=RunConfig, default=Any)
 P = TypeVar("P", bound=Plan, default=Any)
 Written = Callable[[str], bool]  # says whether a key path is written, in a file or on the command line
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work that a role does with its model, and the strategies that can do it."""
+
+    name: str
+    able: Callable[[], tuple[str, ...]]
+    """Values of ``strategy_name``; a call, since installed packages add strategies of their own."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role of a pipeline, which is a section of its files."""
+
+    name: str
+    """Key of the section."""
+    task: Task
+    optional: bool = False
+    """A file may leave the section out."""
+    has_own_head: bool = False
+    """Its model has a head of its own (values, scores) in place of an output matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A number worth a place in the progress line: metric ``key``, shown after ``label`` as ``format`` says."""
+
+    key: str
+    label: str
+    format: str = "{:.3f}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart of the report."""
+
+    title: str
+    keys: tuple[str, ...]  # the metrics drawn, where the log has them; `*` matches one part between slashes
+    first_only: bool = False  # draw only the first key that the log has
+    unit_range: bool = False  # the axis shows 0 to 1
+    smooth: bool = False  # draw a moving average over the raw curve
+    # A metric that is 0 in every step says nothing, such as the KL of a run without a reference whose updates are
+    # on-policy.
+    zero_is_none: bool = False
+
+
+@dataclass(frozen=True)
+class ReadableSet:
+    """A set of rows that a run reads, for ``roll inspect-data``."""
+
+    name: str
+    data_args: DataArguments
+    limit: int
+    """Most tokens of a row."""
+    read: Callable[[Any], Any]
+    """From a tokenizer to the data set."""
+    remarks: Callable[[Any], list[str]] = field(default=lambda counts: [])
+    """Remarks on the counts of the data set."""
+
 
 TRAINS = Task("trains", train_strategies)
 COMPUTES_LOG_PROBS = Task("computes log-probs", infer_strategies)
@@ -289,20 +343,6 @@ class PipelineDefinition(ABC, Generic[C, P]):
         return 128
 
 
-# Worker classes of ROLL's published files that stand for a role's own worker here.
-PUBLISHED_WORKERS = ("ActorWorker", "ActorPGWorker", "CriticWorker", "InferWorker")
-PUBLISHED_PREFIX = "roll.pipeline."
-
-
-def worker_name(written: str | None, also: tuple[str, ...] = ()) -> str | None:
-    """A worker or reward under this project's name: published class paths become short names, or None for the classes
-    that stand for a role's own worker, ``also`` among them."""
-    if written is None or not written.startswith(PUBLISHED_PREFIX):
-        return written
-    class_name = written.rpartition(".")[2]
-    return None if class_name in (*PUBLISHED_WORKERS, *also) else PUBLISHED_REWARDS.get(class_name, written)
-
-
 @dataclass(frozen=True)
 class PipelineEntry:
     """A line of the registry."""
@@ -369,15 +409,3 @@ def find_own_modules() -> None:
     script start with their own folder there instead."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
-
-
-def option_tables(key: str, table: Table[Any]) -> Iterator[tuple[str, type, tuple[type, ...]]]:
-    """Tables of the options of each row of a choice; rows with the same options have one."""
-    names: dict[type, list[str]] = {}
-    for row in table.rows:
-        if row.options is not None and fields(row.options):
-            names.setdefault(row.options, []).append(row.name)
-    for cls, rows in names.items():
-        bases = tuple(base for base in cls.__mro__[1:] if base in names)
-        also = f" (in addition to the options of `{names[bases[0]][0]}`)" if bases else ""
-        yield f"`{key}: {{name: {' or '.join(rows)}}}`{also}", cls, bases

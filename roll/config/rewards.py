@@ -67,12 +67,25 @@ WHY_PLANNED = {
 # Reward rules that read a column of their own in place of the ground truth.
 RULE_OF_COLUMN = {"instruction_id_list": "ifeval", "test_cases": "code_sandbox"}
 
+# Worker classes of ROLL's published files that stand for a role's own worker here.
+PUBLISHED_WORKERS = ("ActorWorker", "ActorPGWorker", "CriticWorker", "InferWorker")
+PUBLISHED_PREFIX = "roll.pipeline."
+
 # Group filters and their arguments.
 FILTER_ARGUMENTS = {
     "no_filter": (),
     "mean_filter": ("threshold_down", "threshold_up"),
     "std_filter": ("std_threshold",),
 }
+
+
+def worker_name(written: str | None, also: tuple[str, ...] = ()) -> str | None:
+    """A worker or reward under this project's name: published class paths become short names, or None for the classes
+    that stand for a role's own worker, ``also`` among them."""
+    if written is None or not written.startswith(PUBLISHED_PREFIX):
+        return written
+    class_name = written.rpartition(".")[2]
+    return None if class_name in (*PUBLISHED_WORKERS, *also) else PUBLISHED_REWARDS.get(class_name, written)
 
 
 @dataclass(frozen=True)

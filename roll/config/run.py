@@ -160,13 +160,13 @@ QuantizationFormat = Literal["fp8", "int8", "nvfp4"]
 class WeightSyncConfig:
     """``weight_sync``: how the trainer's weights get to the engines."""
 
-    transport: Literal["auto", "shared_memory", "object_store", "broadcast", "safetensors", "cuda_ipc"] = "auto"
+    transport: Literal["auto", TransportName] = "auto"
     """``shared_memory``: memory that the processes of a host share. ``object_store``: Ray's, which takes its place to
     engines on other hosts. ``broadcast``: a process group of the sending rank and the engines (NCCL on GPUs that they
     do not share, gloo on CPU). ``safetensors``: files in ``weight_sync`` under ``output_dir``, deleted when the engines
     have them. ``cuda_ipc``: the trainer's GPU memory, read by an engine on that GPU. ``auto``: ``broadcast`` between
     GPUs that roles do not share, else ``shared_memory``."""
-    mode: Literal["auto", "full", "trained", "delta"] = "auto"
+    mode: Literal["auto", UpdateMode] = "auto"
     """Contents of an update once the engines hold everything. ``full``: everything again; ``trained``: what training
     changes; ``delta``: of that, the elements whose bits differ. ``auto``: ``trained`` to ``hf_infer``, else ``full``.
     ``vllm`` takes ``full`` only, ``sglang`` also ``trained``."""

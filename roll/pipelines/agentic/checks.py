@@ -6,10 +6,9 @@ from roll.config.checks.base import Checks, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
 from roll.config.choices import traits
-from roll.config.pipelines import PUBLISHED_PREFIX
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest, count
-from roll.config.rewards import LLM_JUDGE, generates_otherwise
+from roll.config.rewards import LLM_JUDGE, PUBLISHED_PREFIX, generates_otherwise
 from roll.config.strategies.base import StrategyConfig
 from roll.config.strategies.registry import backend_of
 from roll.methods.policy_plan import check_method, is_async, policy_training_plans

@@ -6,7 +6,6 @@ from roll.config.checks.base import Checks
 from roll.config.installation import offered
 from roll.config.losses import SCORE_INPUT
 from roll.config.model_files import model_config
-from roll.config.pipelines import PUBLISHED_PREFIX
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import DOTTED_PATH, dotted
@@ -19,6 +18,7 @@ from roll.config.rewards import (
     JUDGE_ROLE,
     LLM_JUDGE,
     PLANNED_REWARDS,
+    PUBLISHED_PREFIX,
     PUBLISHED_REWARDS,
     REWARD_MODEL,
     REWARDS,

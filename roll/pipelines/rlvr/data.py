@@ -6,10 +6,9 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from roll.config.pipelines import worker_name
 from roll.config.plan.plan import Plan
 from roll.config.reading.errors import count
-from roll.config.rewards import REWARDS, rewards_of
+from roll.config.rewards import REWARDS, rewards_of, worker_name
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.engines import VllmStrategyConfig
 from roll.config.strategies.registry import typed_strategy_config

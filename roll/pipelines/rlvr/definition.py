@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.algorithm import ESTIMATOR, PPOConfig
-from roll.config.choices import ADV_ESTIMATORS, POLICY_LOSSES, DiscountOptions, traits
+from roll.config.choices import ADV_ESTIMATORS, POLICY_LOSSES, DiscountOptions, option_tables, traits
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
@@ -22,8 +22,6 @@ from roll.config.pipelines import (
     Task,
     Written,
     find_own_modules,
-    option_tables,
-    worker_name,
 )
 from roll.config.plan.planning import finished_section, shared_plan, with_cache_length
 from roll.config.reading.errors import ConfigError, count
@@ -42,6 +40,7 @@ from roll.config.rewards import (
     judge_types,
     rewards_of,
     section_of,
+    worker_name,
 )
 from roll.config.roles import WorkerConfig
 from roll.config.run import PolicyRunConfig, RouterConfig, RunConfig, WeightSyncConfig
@@ -101,8 +100,8 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
         *PolicyDefinition.reference,
         ("RLVR and agentic: algorithm (top level)", PPOConfig, ()),
-        *option_tables("estimator", ADV_ESTIMATORS),
-        *option_tables("loss", POLICY_LOSSES),
+        *option_tables(ADV_ESTIMATORS),
+        *option_tables(POLICY_LOSSES),
     )
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
