@@ -36,7 +36,7 @@ from roll.agents.episode import Episode, Limits, Model, Task
 from roll.config.plan.plan import RunAhead
 from roll.distributed import DriverLoop
 from roll.rollout.engines import EngineClient
-from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, Player, episode_codec
+from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, Player, build_episode_batch, episode_codec
 from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.loops import GroupSettings
@@ -362,7 +362,6 @@ async def _hot(template: Any, episodes: int) -> dict[str, float]:
     from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
     from roll.agents.episode import run_episode
     from roll.pipelines.agentic.metrics import token_checks
-    from roll.rollout.episode_batch import build_episode_batch
     from roll.strategies.hf_infer.engine import GenerationEngine
     from roll.strategies.hf_infer.strategy import create_decoder
 

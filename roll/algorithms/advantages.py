@@ -20,9 +20,8 @@ from torch import Tensor
 from roll.algorithms.aggregation import Groups, masked_whiten
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
-from roll.algorithms.returns import discounted_returns, generalized_advantages
+from roll.algorithms.returns import Turns, discounted_returns, generalized_advantages
 from roll.algorithms.samples import EPS, divisor, exceeds_rounding, token_level_rewards
-from roll.algorithms.turns import Turns
 from roll.config.algorithm import PPOConfig
 from roll.config.choices import (
     ADV_ESTIMATORS,
@@ -42,7 +41,7 @@ from roll.protocol.metrics import Metrics
 @dataclass(frozen=True)
 class AdvantageInputs:
     """Inputs of an estimator. Rows are responses, of multi-turn rollouts whole trajectories
-    (:class:`~roll.algorithms.turns.TrajectoryLayout`)."""
+    (:class:`~roll.algorithms.returns.TrajectoryLayout`)."""
 
     rewards: Tensor
     """float (B, L), token-level rewards, 0 outside the mask; or (B,), due at each response's last token."""

@@ -1,7 +1,7 @@
 """Learning from episodes: rewards of turns, statistics over trajectories, and advantages of the rows that are trained.
 
-The rows of a batch (:mod:`roll.rollout.episode_batch`) are laid out as trajectories, each with all its sampled tokens
-in order of time (:class:`~roll.algorithms.turns.TrajectoryLayout`). Everything between scores and update then works as
+The rows of a batch (:mod:`roll.rollout.episodes`) are laid out as trajectories, each with all its sampled tokens in
+order of time (:class:`~roll.algorithms.returns.TrajectoryLayout`). Everything between scores and update then works as
 it does for single responses: normalisation, estimators, masks, weights, controllers, metrics.
 """
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from roll.algorithms.metrics import BatchWatch, MetricBuilder
+from roll.algorithms.returns import TrajectoryLayout, Turns
 from roll.algorithms.samples import resolve_norm_types, token_level_rewards
-from roll.algorithms.turns import TrajectoryLayout, Turns
 from roll.config.choices import traits
 from roll.methods.policy import PolicyMethod
 from roll.methods.policy_plan import PolicyConfig

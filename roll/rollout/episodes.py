@@ -1,20 +1,36 @@
-"""Episodes on the engines: a coroutine each, in groups of the same task, and what a checkpoint holds of them."""
+"""Episodes on the engines: a coroutine each, in groups of the same task, what a checkpoint holds of them, and the
+columns of a training batch of such groups.
+
+A row is a sample of an episode: a branch of its tree of calls (``trajectory``), or one call after its prompt
+(``step``).  Either way each sampled token is trained in exactly one row.  A *trajectory* is what has a reward and a
+baseline: the calls of one episode, or of one role where an episode has several.  The rows of an episode are adjacent
+and go into one optimizer step.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, compress
+from operator import and_
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from roll.agents.chat_ids import ChatTemplate, Thinking
+from roll.agents.conversation import Branch, Call
 from roll.agents.episode import Agent, Episode, Limits, Model, Task, run_episode
 from roll.environments.off_loop import in_own_process
-from roll.protocol.vision import VisionInputs
-from roll.rollout.groups import FinishedGroup, Group
+from roll.protocol import DataProto
+from roll.protocol.vision import IMAGES, VisionInputs
+from roll.rollout.groups import FinishedGroup, Group, Row, response_columns
 from roll.rollout.loops import Calls, RolloutContext, State
 from roll.rollout.rewarding import SampleQuarantine
 from roll.rollout.scheduling import GroupCodec
@@ -184,3 +200,189 @@ def episode_codec(players: Mapping[str, Player]) -> GroupCodec:
         return Episode.from_state(state, task, player.template, player.thinking)
 
     return GroupCodec(Task.from_state, member_from)
+
+
+SampleRule = Literal["trajectory", "step"]
+TRUNCATED = ("truncated", "turn_limit", "context_limit", "time_limit")
+"""Outcomes of an episode that a limit ended, not the task's own rules."""
+
+
+@dataclass(slots=True)
+class _Row(Row[Call]):
+    """A row and what it belongs to."""
+
+    group: int
+    episode: int
+    trajectory: int
+    task: int
+    role: str
+    source: Episode
+    score: float
+
+
+def build_episode_batch(
+    groups: Sequence[EpisodeGroup],
+    rule: SampleRule | Mapping[str, SampleRule],
+    pad_token_id: int,
+    *,
+    roles: Collection[str] | None = None,
+    bootstrap: bool = False,
+) -> DataProto:
+    """One row a sample, right-padded to the longest of the batch; episodes in order, their rows adjacent.
+
+    An episode of which nothing is trained (its first prompt was too long; its roles do not learn) is a row of one
+    padding token without a score: it takes part in no mean, and the number of episodes stays that of the step.
+
+    Args:
+        rule: for all episodes, or by the tag of their task.
+        roles: roles whose calls are trained; None: all. Calls of other roles are context.
+        bootstrap: add ``bootstrap_mask`` bool (B, L), the position after the last turn of a truncated trajectory: the
+            value there is that of the state in which it was left. It may lie one past the longest row.
+
+    Returns:
+        The columns of :func:`~roll.rollout.groups.build_batch` (``scores`` being the reward of the whole trajectory,
+        ``prompt_id`` the group's, ``domain`` and ``tag`` the task's tag, ``finish_reason`` ``length`` for a truncated
+        episode), and with shape (B, L): ``turn_ids`` int32, index of the call that sampled a trained token, -1
+        elsewhere; ``turn_rewards`` float32, the reward of a turn on its last token; ``state_ids`` int32, equal for
+        turns of the same task, role and state, -1 outside trained tokens.  With shape (B,): ``episode_ids``,
+        ``trajectory_ids``, ``task_ids`` and ``step_index`` (first trained turn of the row) int64, ``terminated`` and
+        ``truncated`` bool; objects ``role`` and ``outcome``, and ``images`` where a row has some.
+    """
+    rows = list(_rows(groups, rule, roles))
+    left_at = _left_at(rows) if bootstrap else np.full(len(rows), -1)
+    calls = [call for row in rows for call in row.trained]
+    sizes = np.array([len(call.response_ids) for call in calls], dtype=np.int64)
+    # A turn's reward is due on its last token.
+    rewards = np.zeros(sizes.sum(), np.float32)
+    rewards[np.cumsum(sizes) - 1] = [reward for row in rows for reward in _turn_rewards(row)]
+    tensors = response_columns(
+        rows,
+        pad_token_id,
+        int(left_at.max()) + 1,
+        turn_ids=(np.repeat([call.index for call in calls], sizes), np.int32, -1),
+        turn_rewards=(rewards, np.float32, 0),
+        state_ids=(np.repeat(_state_ids(rows), sizes), np.int32, -1),
+    )
+    tensors["scores"] = torch.tensor([row.score for row in rows], dtype=torch.float32)
+    columns = {
+        f"{name}_ids": [getattr(row, name) for row in rows] for name in ("group", "episode", "trajectory", "task")
+    }
+    columns["step_index"] = [row.trained[0].index if row.trained else 0 for row in rows]
+    columns["terminated"] = [row.source.outcome == "terminated" for row in rows]
+    columns["truncated"] = [row.source.outcome in TRUNCATED for row in rows]
+    tensors |= {name: torch.tensor(values) for name, values in columns.items()}
+    if bootstrap:
+        tensors["bootstrap_mask"] = torch.from_numpy(np.arange(tensors["input_ids"].shape[1]) == left_at[:, None])
+    return DataProto.from_dict(tensors, non_tensors=_object_columns(rows, groups))
+
+
+def episode_score(episode: Episode, role: str | None = None) -> float:
+    """The reward of an episode (of one role's calls in it); NaN where it has none: nothing was said, or a fault of its
+    environment or agent has ended it."""
+    if episode.failed or not any(call.response_ids for call in episode.calls if role in (None, call.role)):
+        return float("nan")
+    return float(episode.reward_of(role))
+
+
+def _rows(
+    groups: Sequence[EpisodeGroup],
+    rule: SampleRule | Mapping[str, SampleRule],
+    roles: Collection[str] | None,
+) -> Iterator[_Row]:
+    tasks: dict[str, int] = {}
+    episodes = trajectories = 0
+    for number, group in enumerate(groups):
+        key = json.dumps([group.item.tag, group.item.seed, group.item.row], sort_keys=True, default=str)
+        # By content: a task that was drawn twice is one, whose states are compared over both groups.
+        task = tasks.setdefault(key, len(tasks))
+        of_group = rule if isinstance(rule, str) else rule[group.item.tag]
+        for episode in group.members:
+            found = _samples(episode, of_group, roles)
+            seen = dict.fromkeys(role for role, *_ in found)
+            index = {role: trajectories + place for place, role in enumerate(seen)}
+            for role, is_trained, branch in found:
+                score = episode_score(episode, role) if is_trained else float("nan")
+                source = number, episodes, index[role], task, role, episode
+                yield _Row(branch.calls, is_trained, *source, score)
+            trajectories += len(seen)
+            episodes += 1
+
+
+def _samples(episode: Episode, rule: SampleRule, roles: Collection[str] | None) -> list[tuple[str, list[bool], Branch]]:
+    """Role and trained calls of each row, role by role; a branch in which several speak is a row of each."""
+    branches = episode.conversations.branches() if rule == "trajectory" else episode.conversations.steps()
+    found = []
+    for branch in branches:
+        for role in dict.fromkeys(call.role for call in compress(branch.calls, branch.is_trained)):
+            if roles is None or role in roles:
+                own = [call.role == role for call in branch.calls]
+                found.append((role, [*map(and_, own, branch.is_trained)], branch))
+    order = list(dict.fromkeys(role for role, *_ in found))
+    found.sort(key=lambda one: order.index(one[0]))
+    return found or [("", [], Branch([], []))]
+
+
+def _left_at(rows: Sequence[_Row]) -> NDArray[np.int64]:
+    """int64 (rows,): in the row with the last turn of a truncated trajectory the position after it, elsewhere -1."""
+    last: dict[int, tuple[int, int]] = {}
+    for place, row in enumerate(rows):
+        if row.source.outcome in TRUNCATED and row.trained:
+            last[row.trajectory] = max(last.get(row.trajectory, (-1, -1)), (row.trained[-1].index, place))
+    left_at = np.full(len(rows), -1)
+    for _, place in last.values():
+        row = rows[place]
+        ends = accumulate(len(one.new_ids) + len(one.response_ids) for one in row.responses)
+        left_at[place] = max(compress(ends, row.is_trained))
+    return left_at
+
+
+def _turn_rewards(row: _Row) -> list[float]:
+    """The rewards of the row's turns.
+
+    The reward of a call in which nothing was sampled counts for the turn before it, or for the first one.
+    """
+    if row.source.failed:
+        return [0.0] * len(row.trained)
+    earned: dict[int, float] = {}
+    own = [call for call in row.source.calls if call.role == row.role]
+    target = next((call.index for call in own if call.response_ids), None)
+    for call in own:
+        target = call.index if call.response_ids else target
+        if target is not None:
+            earned[target] = earned.get(target, 0.0) + call.reward
+    return [earned[call.index] for call in row.trained]
+
+
+def _state_ids(rows: Sequence[_Row]) -> list[int]:
+    """By trained call of all rows: states by task and role; a call without a state is alone in its own."""
+    known: dict[tuple[object, ...], int] = {}
+    keys = (
+        (row.task, row.role, call.state) if call.state else (row.episode, "call", call.index)
+        for row in rows
+        for call in row.trained
+    )
+    return [known.setdefault(key, len(known)) for key in keys]
+
+
+def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, Sequence[object]]:
+    orders = [groups[row.group].order for row in rows]
+    first = {row.group: row.episode for row in reversed(rows)}
+    places = [f"{row.episode - first[row.group]}-{number}" for number, row in enumerate(rows)]
+    objects: dict[str, Sequence[object]] = {
+        "prompt_id": [f"{order}" for order in orders],
+        "domain": [row.source.task.tag for row in rows],
+        "tag": [row.source.task.tag for row in rows],
+        "sample_id": [f"{order}-{place}" for order, place in zip(orders, places, strict=True)],
+        "finish_reason": ["length" if row.source.outcome in TRUNCATED else "stop" for row in rows],
+        "role": [row.role for row in rows],
+        "outcome": [row.source.outcome for row in rows],
+    }
+    known: dict[tuple[str, ...], VisionInputs | None] = {(): None}
+    images = []
+    for row in rows:  # rows with the same images hold the same object
+        seen = [image for call in row.responses for image in call.images]
+        key = tuple(image.digest for image in seen)
+        if key not in known:
+            known[key] = row.source.conversations.inputs(seen)
+        images.append(known[key])
+    return objects | ({IMAGES: images} if any(images) else {})

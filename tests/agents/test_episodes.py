@@ -16,8 +16,7 @@ from roll.agents.chat_ids import ChatTemplate
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, Limits, Model, Task, run_episode
 from roll.pipelines.agentic.metrics import episode_metrics
-from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EpisodeGroup
+from roll.rollout.episodes import EpisodeGroup, build_episode_batch
 from roll.rollout.groups import FinishedGroup
 from tests.agents.playing import Recorded
 from tests.support.episodes import ids_of, sampled, trained_ids

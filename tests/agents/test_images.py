@@ -27,8 +27,7 @@ from roll.environments.base import BrokenContract, read_reset, read_step
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.sokoban import Sokoban
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EngineSampler, EpisodeGroup
+from roll.rollout.episodes import EngineSampler, EpisodeGroup, build_episode_batch
 from roll.rollout.groups import FinishedGroup
 from roll.rollout.loops import Calls
 from roll.rollout.routing import Generation

@@ -17,7 +17,7 @@ from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.plan import AgenticPlan
 from roll.pipelines.agentic.players import TaskSource
 from roll.pipelines.model_calls import even_mini_batches
-from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.episodes import build_episode_batch
 from tests.agents.playing import Recorded, opened
 from tests.config.good import LAKE, load
 from tests.conftest import ROOT

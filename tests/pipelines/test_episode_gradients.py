@@ -16,8 +16,7 @@ from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.model_calls import even_mini_batches, num_samples, shuffled_rows
 from roll.protocol import DataProto
-from roll.rollout.episode_batch import SampleRule, build_episode_batch
-from roll.rollout.episodes import EpisodeGroup
+from roll.rollout.episodes import EpisodeGroup, SampleRule, build_episode_batch
 from roll.strategies.base import Output
 from tests.support.episodes import make_episode, random_groups, said
 from tests.support.keys import config_of

@@ -16,8 +16,7 @@ from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
-from roll.rollout.episode_batch import SampleRule, build_episode_batch
-from roll.rollout.episodes import EpisodeGroup
+from roll.rollout.episodes import EpisodeGroup, SampleRule, build_episode_batch
 from tests.support.episodes import make_episode, random_groups, said
 from tests.support.keys import config_of
 

@@ -22,7 +22,7 @@ from roll.protocol.columns import object_array
 from roll.protocol.vision import IMAGES
 from roll.report.page import write_page
 from roll.report.run_files import read_run
-from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.episodes import build_episode_batch
 from roll.tracking import METRICS_NAME
 from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_blocks
 from tests import vision_models

@@ -29,8 +29,7 @@ from roll.pipelines.sample_records import episode_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
-from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, episode_codec
+from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, build_episode_batch, episode_codec
 from roll.rollout.flow import GroupFlow, build_filter, collected
 from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import SampleQuarantine

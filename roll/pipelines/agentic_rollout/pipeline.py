@@ -18,8 +18,7 @@ from roll.pipelines.evaluate.config import EvaluatedModel, Pass
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import Record
 from roll.rollout.engines import EngineClient
-from roll.rollout.episode_batch import TRUNCATED
-from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, Player
+from roll.rollout.episodes import TRUNCATED, EpisodeGroup, EpisodeLoop, Player
 from roll.rollout.flow import GroupFlow
 from roll.rollout.loops import GroupSettings
 
