@@ -169,7 +169,7 @@ class Workers:
         self.loaded: LoadedConfig[Any] = ready(partial(load_config, config, overrides), logger.warning)
         self.config = self.loaded.config
         self.plan: Any = self.loaded.plan
-        """Of the pipeline's own class, such as :class:`roll.pipelines.rlvr.plan.RLVRPlan`."""
+        """Of the pipeline's own class, such as :class:`roll.pipelines.rlvr.config.RLVRPlan`."""
         refuse_restarts(self.loaded)
         if not isinstance(self.plan, PolicyPlan | SupervisedPlan):
             rule = "trains no model: a loop needs the configuration of a pipeline that does"

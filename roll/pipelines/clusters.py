@@ -19,8 +19,7 @@ from roll.distributed import Cluster, ResourceManager
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, Residency, start_cluster
-from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import judge_roles
+from roll.pipelines.rlvr.config import RLVRConfig, judge_roles
 from roll.rollout.rewarding import RewardSettings, RewardWorker
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.base import ModelHead, StateKind

@@ -13,8 +13,7 @@ import torch
 
 from roll.agents.chat_ids import ChatTemplate
 from roll.methods.episodes import EpisodeMethod
-from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.plan import AgenticPlan
+from roll.pipelines.agentic.config import AgenticConfig, AgenticPlan
 from roll.pipelines.agentic.players import TaskSource
 from roll.pipelines.model_calls import even_mini_batches
 from roll.rollout.episodes import build_episode_batch

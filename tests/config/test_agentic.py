@@ -13,8 +13,8 @@ import yaml
 from roll.config.choices import ADV_ESTIMATORS
 from roll.config.reading.legacy_keys import DEAD_KEYS
 from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS, TEMPLATE_FIELDS
-from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan
-from roll.pipelines.agentic.preflight import check_environments, own_group_filter
+from roll.pipelines.agentic.config import MANAGERS, AgenticPlan
+from roll.pipelines.agentic.definition import check_environments, own_group_filter
 from tests.config.good import LAKE, changed, load, mistakes
 
 

@@ -20,8 +20,7 @@ from roll.agents.black_box import BlackBoxAgent
 from roll.agents.episode import Limits, Model, Task, run_episode
 from roll.agents.registry import check_agent
 from roll.agents.text_tools import text_tool
-from roll.pipelines.agentic.config import CustomEnvConfig
-from roll.pipelines.agentic.plan import agent_of
+from roll.pipelines.agentic.config import CustomEnvConfig, agent_of
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE
 from tests.examples.pages import ROOT, blocks, named_files

@@ -12,8 +12,8 @@ import pytest
 from roll.config.data import DataArguments
 from roll.config.roles import GeneratingArguments
 from roll.distributed import WorkerDied
+from roll.pipelines.rlvr.config import ValidationSet
 from roll.pipelines.rlvr.pipeline import Validation, validate
-from roll.pipelines.rlvr.plan import ValidationSet
 from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings

@@ -13,10 +13,11 @@ from roll.config.strategies.base import StrategyConfig
 from roll.config.strategies.registry import backend_of
 from roll.methods.policy_plan import check_method, is_async, policy_training_plans
 from roll.pipelines.agentic.checks_entries import check_entries
-from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.plan import (
+from roll.pipelines.agentic.config import (
     REWARD,
+    AgenticConfig,
     EntryPlan,
+    EnvManagerConfig,
     agent_of,
     entry_plan,
     judged_entries,

@@ -7,8 +7,7 @@ import string
 from roll.agents.programs import is_taskset
 from roll.config.checks.base import Checks, check_data_files
 from roll.config.reading.errors import closest
-from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.plan import MANAGERS, agent_of, played_as, used_entries
+from roll.pipelines.agentic.config import MANAGERS, AgenticConfig, CustomEnvConfig, agent_of, played_as, used_entries
 
 # Names that `agent_template` may use, by context.
 TEMPLATE_FIELDS = {

@@ -16,11 +16,10 @@ import numpy as np
 from roll.distributed import DriverLoop
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.methods.episodes import EpisodeMethod
-from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
+from roll.pipelines.agentic.config import REWARD, AgenticConfig, AgenticPlan, EnvManagerConfig
+from roll.pipelines.agentic.definition import own_group_filter
 from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks, validation_metrics
-from roll.pipelines.agentic.plan import REWARD, AgenticPlan
 from roll.pipelines.agentic.players import TaskSource, build_players, close_agents, read_tasks
-from roll.pipelines.agentic.preflight import own_group_filter
 from roll.pipelines.clusters import ClusterStarter
 from roll.pipelines.engine_rollout import RolloutSource, Validation
 from roll.pipelines.files import load_tokenizer, pad_token_id

@@ -28,9 +28,8 @@ from roll.datasets.vision_model import VisionModel
 from roll.environments.base import Environment, resolved
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
-from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
-from roll.pipelines.agentic.preflight import chat_template
+from roll.pipelines.agentic.config import AgenticConfig, AgenticPlan, EntryPlan, EnvManagerConfig, ManagerPlan
+from roll.pipelines.agentic.definition import chat_template
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
 

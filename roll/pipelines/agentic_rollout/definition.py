@@ -13,10 +13,8 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.pipelines.agentic.checks import check_lengths, check_managers
 from roll.pipelines.agentic.checks_entries import check_entries
-from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.definition import Agentic
-from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan, judged_entries
-from roll.pipelines.agentic.preflight import check_chat_template
+from roll.pipelines.agentic.config import AgenticConfig, AgenticPlan, ManagerPlan, judged_entries
+from roll.pipelines.agentic.definition import Agentic, check_chat_template
 from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan, Pass, check_models, models_of, own_folders
 from roll.pipelines.evaluate.definition import ModelsDefinition
 

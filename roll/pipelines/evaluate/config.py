@@ -19,8 +19,7 @@ from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
 from roll.config.run import PolicyRunConfig
 from roll.config.strategies.engines import EXAMPLE_URL, url_problem
 from roll.pipelines.rlvr.checks import SET_NAME
-from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import ValidationSet
+from roll.pipelines.rlvr.config import RLVRConfig, ValidationSet
 
 GREEDY = 0.0  # the temperature at which one answer is all there is
 

@@ -24,11 +24,9 @@ from roll.pipelines.evaluate.config import (
     own_folders,
     passes_of,
 )
-from roll.pipelines.rlvr.checks import check_lengths, check_templates, check_validation
-from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
-from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.checks import check_judges, check_lengths, check_rewards, check_templates, check_validation
+from roll.pipelines.rlvr.config import RLVRConfig, finished, model_roles, validation_sets
 from roll.pipelines.rlvr.definition import RLVR
-from roll.pipelines.rlvr.plan import finished, model_roles, validation_sets
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

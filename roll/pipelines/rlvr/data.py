@@ -16,8 +16,7 @@ from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.datasets.vision_model import VisionModel
 from roll.methods.policy import check_rows
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.config import RLVRConfig, RLVRPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

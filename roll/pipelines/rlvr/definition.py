@@ -48,9 +48,11 @@ from roll.config.strategies.base import own_weights
 from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition, policy_plan, policy_training_plans
 from roll.pipelines.policy_preflight import BUILD_FILTER, check_policy_host, late, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
-from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
-from roll.pipelines.rlvr.plan import (
+from roll.pipelines.rlvr.config import (
+    RLVRConfig,
     RLVRPlan,
+    ValidationConfig,
+    ValidationSetConfig,
     finished,
     max_new_tokens,
     model_roles,

@@ -21,9 +21,8 @@ from roll.pipelines.engine_rollout import RolloutSource, Validation
 from roll.pipelines.files import pad_token_id, sample_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
 from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics, verifier
-from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig, RLVRPlan, ValidationSet
 from roll.pipelines.rlvr.data import RunData, load_data
-from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
 from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
