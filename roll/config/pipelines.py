@@ -361,7 +361,7 @@ PIPELINES = (
     ),
     PipelineEntry("rm", ("reward_train",), "roll.methods.reward_model_keys.RewardModel"),
     PipelineEntry("evaluate", ("evaluate",), "roll.pipelines.evaluate.definition.Evaluate"),
-    PipelineEntry("agentic_rollout", (), "roll.pipelines.agentic_rollout.definition.AgenticRollout"),
+    PipelineEntry("agentic_rollout", (), "roll.pipelines.evaluate.definition.AgenticRollout"),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.methods.preferences_keys.DPO"),
     PipelineEntry(
         "distill", ("student", "distill_loss_weight", "student_pretrain"), "roll.methods.distill_keys.Distill"

@@ -15,8 +15,15 @@ from roll.config.reading.errors import ConfigError
 from roll.datasets import DataError
 from roll.evaluate import load_evaluation, main
 from roll.pipelines.evaluate.config import EvaluatePlan, models_of
-from roll.pipelines.evaluate.results import compare, missed, sign_flip_p_value
-from roll.pipelines.evaluate.samples import SampleFile, answers_of, differing, sample_records
+from roll.pipelines.evaluate.samples import (
+    SampleFile,
+    answers_of,
+    compare,
+    differing,
+    missed,
+    sample_records,
+    sign_flip_p_value,
+)
 from roll.pipelines.rlvr.accuracy import (
     Answers,
     best_at_k,

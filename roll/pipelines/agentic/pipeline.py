@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import REWARD, AgenticConfig, AgenticPlan, EnvManagerConfig
 from roll.pipelines.agentic.definition import own_group_filter
 from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks, validation_metrics
-from roll.pipelines.agentic.players import TaskSource, build_players, close_agents, read_tasks
+from roll.pipelines.agentic.players import TaskSource, build_players, close_players, read_tasks
 from roll.pipelines.clusters import ClusterStarter
 from roll.pipelines.engine_rollout import RolloutSource, Validation
 from roll.pipelines.files import load_tokenizer, pad_token_id
@@ -107,14 +106,7 @@ class EpisodeSource(RolloutSource):
         return batch, metrics
 
     def close(self, driver: DriverLoop) -> None:
-        """End agents, tasks and environments' processes; a second call does nothing."""
-        if driver.is_closed:
-            return
-        with ExitStack() as stack:  # all of it, also where an agent of the user's raises
-            for processes in self._processes:
-                stack.callback(processes.close)
-            stack.callback(driver.close)
-            driver.run(close_agents(self._shared.values()))
+        close_players(driver, self._processes, self._shared.values())
 
     async def validation(self) -> Validation:
         """Play the same tasks with the same seeds each time: two validations differ by the policy alone."""

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from roll.datasets.images import ImageReader
 from roll.datasets.reading import read_rows
 from roll.datasets.types import DataError
 from roll.datasets.vision_model import VisionModel
+from roll.distributed import DriverLoop
 from roll.environments.base import Environment, resolved
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
@@ -102,6 +103,17 @@ def build_players(
         tool_format = section.tool_format or detect_format(template.source)
         players[tag] = Player(agent, template, limits, own, tool_format, section.thinking)
     return players
+
+
+def close_players(driver: DriverLoop, processes: Iterable[EnvironmentProcesses], agents: Iterable[Any]) -> None:
+    """End agents, tasks, the loop and the processes of environments; a second call does nothing."""
+    if driver.is_closed:
+        return
+    with ExitStack() as stack:  # all of it, also where an agent of the user's raises
+        for one in processes:
+            stack.callback(one.close)
+        stack.callback(driver.close)
+        driver.run(close_agents(agents))
 
 
 async def close_agents(agents: Iterable[Any]) -> None:

@@ -31,8 +31,7 @@ from roll.pipelines.evaluate.config import (
     ModelsPlan,
     Pass,
 )
-from roll.pipelines.evaluate.results import Results, plain_table, show_results
-from roll.pipelines.evaluate.samples import RESULTS, Record, SampleFile
+from roll.pipelines.evaluate.samples import RESULTS, Record, Results, SampleFile, plain_table, settings_of, show_results
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.model_calls import GENERATION, WEIGHTS, Residency, start_cluster
 from roll.pipelines.run_context import RunContext
@@ -80,7 +79,7 @@ class EngineRun(ABC, Generic[ConfigT, PlanT]):
     def __init__(self, loaded: LoadedConfig[ConfigT]) -> None:
         config: Any = loaded.config
         plan: Any = loaded.plan
-        self.config, self.plan = loaded.config, cast(PlanT, plan)
+        self.loaded, self.config, self.plan = loaded, loaded.config, cast(PlanT, plan)
         self.keys: EvaluationConfig = config.evaluate
         self.context = EvaluationContext(loaded)
         self.version = 0
@@ -180,8 +179,6 @@ class EngineRun(ABC, Generic[ConfigT, PlanT]):
 class ModelRun(EngineRun[ConfigT, PlanT]):
     """Models answer prompts, or play; a subclass defines what."""
 
-    settings_of: Callable[[Any, Any], dict[str, Any]]  # of configuration and plan, all that the answers depend on
-
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> dict[str, int]:
         """Read the prompts or tasks of a group of models; how many of them each pass asks, by its name."""
@@ -217,7 +214,7 @@ class ModelRun(EngineRun[ConfigT, PlanT]):
             await flow.abort()
 
     def open(self) -> None:
-        self.samples = SampleFile(self.plan.output_dir, self.settings_of(self.config, self.plan), self.keys.resume)
+        self.samples = SampleFile(self.plan.output_dir, settings_of(self.loaded), self.keys.resume)
         self.context.at_end(self.samples.close)
         self.results = Results(self.keys, self.plan, self.samples)
 

@@ -1,10 +1,11 @@
-"""The evaluation on prompts: every model answers the prompts of every set, and rewards score the answers. A model that
-is served elsewhere (``evaluate.against``), by an OpenAI-compatible service, gets chat requests."""
+"""The evaluations. On prompts every model answers those of every set, and rewards score the answers; a model that is
+served elsewhere (``evaluate.against``), by an OpenAI-compatible service, gets chat requests. In environments every
+model plays the same tasks from the same seeds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
 from roll.config.rewards import REWARD_MODEL, model_inputs
 from roll.config.roles import DataArguments
@@ -22,13 +24,19 @@ from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
+from roll.environments.off_loop import EnvironmentProcesses
+from roll.pipelines.agentic.metrics import episode_table
+from roll.pipelines.agentic.pipeline import SLICE_SECONDS
+from roll.pipelines.agentic.players import TaskSource, build_players, close_players, read_tasks
 from roll.pipelines.clusters import ClusterStarter, Scorers
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
+from roll.pipelines.evaluate.definition import AgenticRolloutConfig, AgenticRolloutPlan
 from roll.pipelines.evaluate.models import ModelRun
-from roll.pipelines.evaluate.samples import sample_records, settings_of
+from roll.pipelines.evaluate.samples import Record, sample_records
 from roll.pipelines.model_calls import GENERATION, WEIGHTS
 from roll.pipelines.rlvr.data import read_prompts
 from roll.rollout.engines import EngineClient
+from roll.rollout.episodes import TRUNCATED, EpisodeGroup, EpisodeLoop, Player
 from roll.rollout.flow import GroupFlow, greedy, sampling_params
 from roll.rollout.groups import Group, Sample, SampleGroup
 from roll.rollout.loops import GroupSettings, RolloutContext
@@ -123,8 +131,6 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
     tokenizer: PreTrainedTokenizerBase
     scorers: Scorers | None = None
 
-    settings_of = staticmethod(settings_of)
-
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> dict[str, int]:
         self.tokenizer = tokenizer
         plan = replace(self.plan, roles={**self.plan.roles, "actor_infer": role})
@@ -185,3 +191,55 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             self.context.at_end(judge.close)
         starter.begin(self.residency)
         starter.finish(self.residency)
+
+
+class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan]):
+    """The episodes of ``val_env_manager`` as a training run's validation plays them, or those of
+    ``train_env_manager``, of every model."""
+
+    slice_seconds = SLICE_SECONDS
+    router = "EnvAffinityRouter"
+    players: dict[str, Player]
+    tasks: TaskSource
+
+    def __init__(self, loaded: LoadedConfig[AgenticRolloutConfig]) -> None:
+        super().__init__(loaded)
+        self._processes: list[EnvironmentProcesses] = []
+        self._shared: dict[str, Any] = {}
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> dict[str, int]:
+        plan, played = self.plan, self.plan.played
+        self.players = build_players(self.config, plan, played, tokenizer, self._processes, self._shared)
+        name = "validation" if plan.is_validation else f"train/{self.config.seed}"
+        self.tasks = TaskSource(played, name, *read_tasks(plan, self.players))
+        return {way.name: played.groups for way in plan.passes}
+
+    async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None:
+        """``num_env_groups`` tasks are in flight at a time. Tasks and seeds are those of a training run."""
+        played = self.plan.played
+        name = "validation/" if self.plan.is_validation else f"{self.config.seed}/"
+        loop = EpisodeLoop(self.players, name, played.redundancy, played.num_groups)
+        settings = GroupSettings(played.group_size)
+        flow = GroupFlow(client, None, lambda count: [self.tasks.task(flow.next_order)], settings, loop=loop)
+        await self.complete(flow, model, way, numbers, played.num_groups, partial(self.records, model, way))
+
+    def records(self, model: EvaluatedModel, way: Pass, group: EpisodeGroup) -> Iterator[Record]:
+        templates = {tag: player.template for tag, player in self.players.items()}
+        for row, episode in zip(episode_table([group], templates), group.members, strict=True):
+            yield {
+                **row,
+                "model": model.name,
+                "pass": way.name,
+                "order": group.order,
+                "prompt_id": f"{group.item.tag}/{group.order}",
+                "sample": row["member"],
+                "of": len(group.members),
+                "score": None if episode.failed else episode.reward,
+                "numbers": {**episode.metrics, "turns": float(len(episode.calls))},
+                "vote": None,
+                "tokens": sum(len(call.response_ids) for call in episode.calls),
+                "finish_reason": "length" if episode.outcome in TRUNCATED else "stop",
+            }
+
+    def close(self) -> None:
+        close_players(self.driver, self._processes, self._shared.values())

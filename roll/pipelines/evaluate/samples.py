@@ -1,27 +1,43 @@
-"""The samples of an evaluation on disk: written as prompts are done, resumed where an evaluation was interrupted."""
+"""The samples of an evaluation on disk, written as prompts are done and resumed where an evaluation was interrupted;
+and its results: metrics of each model, comparisons, thresholds, as JSON and as tables for people.
+
+Two models are compared by their differences on the same prompts, whose sign is random if neither is better (R. A.
+Fisher's permutation test).
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from roll.checkpoint.folders import atomic_file
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_folder
 from roll.config.reading.errors import ConfigError
-from roll.config.roles import DataArguments
-from roll.config.run import PolicyRunConfig
 from roll.datasets.types import DataError
-from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatePlan, ModelsPlan
+from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan
 from roll.pipelines.files import sample_table
-from roll.pipelines.rlvr.accuracy import Answers, merged_votes, voted_answer
+from roll.pipelines.rlvr.accuracy import (
+    CHUNK,
+    Answers,
+    bootstrap,
+    merged_votes,
+    overall,
+    pass_metrics,
+    voted_answer,
+    with_ends,
+)
 from roll.rollout.groups import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -31,21 +47,13 @@ Record = dict[str, Any]
 Place = tuple[str, str]  # model and pass
 
 
-def settings_of(config: EvaluateConfig, plan: EvaluatePlan) -> dict[str, Any]:
-    """Everything that the samples depend on: equal for evaluations of which one may reuse the other's samples."""
-    own = {
-        "validation": [asdict(one) for one in plan.validation_sets],
-        "rewards": {name: asdict(one) for name, one in config.rewards.items()},
-        "templates": [config.global_template, config.tag_to_template],
-    }
-    return shared_settings(config, plan, [one.data_args for one in plan.validation_sets], own)
-
-
-def shared_settings(
-    config: PolicyRunConfig, plan: ModelsPlan, data: Sequence[DataArguments], own: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Settings of every evaluation with an evaluation's ``own``, as plain JSON values; ``data``: sections whose files
-    are read."""
+def settings_of(loaded: LoadedConfig[Any]) -> dict[str, Any]:
+    """Everything that the samples depend on, as plain JSON values: equal for evaluations of which one may reuse the
+    other's samples."""
+    config: Any = loaded.config
+    plan: Any = loaded.plan
+    pipeline: Any = loaded.pipeline
+    data, own = pipeline.own_settings(config, plan)
     written = [one.file_name for one in data]
     files = [name for names in written for name in ([names] if isinstance(names, str) else names or ())]
     weights: dict[str, list[Path]] = {}
@@ -86,10 +94,10 @@ def differing(folder: Path, wanted: Mapping[str, Any]) -> list[str] | None:
     return [key for key in wanted if written.get(key) != wanted[key]]
 
 
-def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, Any]]) -> None:
+def check_taken_up(loaded: LoadedConfig[Any]) -> None:
     """ConfigError: the samples in the output folder are those of an evaluation with other settings."""
     folder = loaded.plan.output_dir
-    if loaded.config.evaluate.resume and (found := differing(folder, settings())):
+    if loaded.config.evaluate.resume and (found := differing(folder, settings_of(loaded))):
         rule = (
             f"{folder / SAMPLES} holds samples of an evaluation with other settings ({'; '.join(found)}); "
             "begin anew (the file is kept as .previous), or choose another output_dir"
@@ -204,3 +212,166 @@ def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_b
         there = ", ".join(sorted(known | {"score"}))
         raise DataError(f"evaluate.select_by: no reward returns {select_by}; there is {there}")
     return found
+
+
+WIDTH = 160  # columns of a table in a file or a log
+# Metrics with intervals that the table has, and their headings; pass@k and its relatives follow for the largest k.
+COLUMNS = (("accuracy", "accuracy"), ("reward", "mean reward"))
+EXACT = 12  # differences other than 0 up to which every choice of signs is tried
+PERMUTATIONS = 20_000
+
+
+@dataclass
+class Results:
+    """Metrics by model, in the order in which models are done."""
+
+    keys: EvaluationConfig
+    plan: ModelsPlan
+    samples: SampleFile
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    answers: dict[str, dict[str, list[Answers]]] = field(default_factory=dict)
+
+    def of_model(self, model: str) -> dict[str, float]:
+        """The metrics of a model all of whose prompts are answered; DataError: see :func:`answers_of`."""
+        answers: dict[str, list[Answers]] = {}
+        metrics: dict[str, float] = {}
+        for way in self.plan.passes:
+            records = self.samples.records(model, way.name)
+            answers[way.name] = answers_of(records, self.keys.correct_from, self.keys.select_by)
+            metrics |= pass_metrics(answers[way.name], way.name, way.is_primary)
+        primary = {way.set_name: answers[way.name] for way in self.plan.passes if way.is_primary}
+        metrics |= overall(primary) if len(primary) > 1 else {}
+        self.answers[model], self.metrics[model] = answers, metrics
+        return metrics
+
+    def finish(self) -> list[str]:
+        """Compare, write ``results.json`` and print the tables; a sentence for every threshold that was missed."""
+        baseline = self.plan.baseline
+        for model in self.metrics:
+            for way in self.plan.passes if model != baseline else ():
+                found = compare(self.answers[model][way.name], self.answers[baseline][way.name])
+                self.metrics[model] |= {f"compare/{baseline}/{way.name}/{name}": one for name, one in found.items()}
+        tables = [self._table(), *([self._comparisons()] if len(self.metrics) > 1 else [])]
+        facts = {"models": {one.name: one.path for one in self.plan.models}, "baseline": self.plan.baseline}
+        files = {"results": self.plan.output_dir / RESULTS, "samples": self.samples.path}
+        return show_results(tables, files, facts, self.metrics, self.keys.thresholds)
+
+    def _table(self) -> Table:
+        several = sorted({way.num_samples for way in self.plan.passes if way.num_samples > 1})
+        kinds = [f"{kind}@{k}" for k in several for kind in ("pass", "maj", "chosen")]
+        known = {name.rpartition("/")[2] for found in self.metrics.values() for name in found}
+        kinds = [kind for kind in kinds if kind in known]
+        table = plain_table("model", "set", "prompts", *(heading for _, heading in COLUMNS), *kinds)
+        for column in table.columns:
+            if column.header == "prompts" or column.header in kinds:
+                column.justify = "right"
+        for model, metrics in self.metrics.items():
+            for way in self.plan.passes:
+                prefix = f"val/{way.name}/"
+                cells = [_with_interval(metrics, prefix + name) for name, _ in COLUMNS]
+                cells += [f"{metrics[prefix + kind]:.3f}" if prefix + kind in metrics else "" for kind in kinds]
+                prompts = str(len(self.answers[model][way.name]))
+                table.add_row(*map(Text, (model, f"{way.name} x {way.num_samples}", prompts, *cells)))
+        return table
+
+    def _comparisons(self) -> Table:
+        table = plain_table("model", f"against {self.plan.baseline}", "difference", "p", "wins", "ties", "losses")
+        for model, metrics in self.metrics.items():
+            for way in self.plan.passes:
+                prefix = f"compare/{self.plan.baseline}/{way.name}/"
+                if f"{prefix}difference" not in metrics:
+                    continue
+                counts = [f"{metrics[prefix + name]:.0f}" for name in ("wins", "ties", "losses")]
+                cells = (_with_interval(metrics, f"{prefix}difference", sign="+"), f"{metrics[prefix + 'p_value']:.3f}")
+                table.add_row(*map(Text, (model, way.name, *cells, *counts)))
+        return table
+
+
+def plain_table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+def show_results(
+    tables: Sequence[Table],
+    files: Mapping[str, Path],
+    facts: Mapping[str, Any],
+    metrics: Mapping[str, Mapping[str, float]],
+    thresholds: Mapping[str, float],
+) -> list[str]:
+    """Write ``files["results"]``, print tables, the places of files, and a sentence for every threshold that was
+    missed, which are returned."""
+    failed = list(missed(thresholds, metrics))
+    content = {**facts, "metrics": metrics, "below_threshold": failed}
+    files["results"].write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console = Console(emoji=False)
+    if not console.is_terminal:  # rich takes 80 columns for a file or a log
+        console = Console(emoji=False, width=WIDTH)
+    for table in tables:
+        console.print(table)
+    for name, path in files.items():
+        console.print(Text(f"{name:<10}{path}"), soft_wrap=True)
+    for sentence in failed:
+        console.print(Text(f"below its threshold: {sentence}", style="red"), soft_wrap=True)
+    return failed
+
+
+def _with_interval(metrics: Mapping[str, float], name: str, sign: str = "") -> str:
+    """``.812 (.781 to .840)``; empty where the metric is not there."""
+    if name not in metrics:
+        return ""
+    low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+    return f"{metrics[name]:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+
+
+def compare(first: Sequence[Answers], second: Sequence[Answers]) -> dict[str, float]:
+    """Two models on the prompts that both have answered: the first's accuracy less the second's, with its interval; the
+    chance of a difference at least as large if neither is better, two-sided; and the prompts of which the first has
+    more correct, equally many, or fewer. Empty if there are none."""
+    others = {one.prompt_id: one.accuracy for one in second}
+    differences = np.array([one.accuracy - others[one.prompt_id] for one in first if one.prompt_id in others])
+    if not len(differences):
+        return {}
+    return with_ends("difference", bootstrap(differences.tolist())) | {
+        "p_value": sign_flip_p_value(differences),
+        "wins": float((differences > 0).sum()),
+        "losses": float((differences < 0).sum()),
+        "ties": float((differences == 0).sum()),
+    }
+
+
+def sign_flip_p_value(differences: np.ndarray) -> float:
+    """Share of the choices of signs whose mean is at least as far from 0; sampled where there are many."""
+    sizes = np.abs(differences[differences != 0])
+    if not len(sizes):
+        return 1.0
+    # With a margin: sums of the same numbers in another order may differ in their last bits.
+    observed = abs(float(differences.sum())) - 1e-9
+    if len(sizes) <= EXACT:
+        signs = np.array(list(product((-1.0, 1.0), repeat=len(sizes))))
+        return float((np.abs(signs @ sizes) >= observed).mean())
+    # A fixed seed: the same answers always give the same p-value.
+    random = np.random.default_rng(0)
+    reached, rows = 0, max(1, CHUNK // len(sizes))
+    for begin in range(0, PERMUTATIONS, rows):
+        signs = random.integers(0, 2, (min(rows, PERMUTATIONS - begin), len(sizes))) * 2.0 - 1.0
+        reached += int((np.abs(signs @ sizes) >= observed).sum())
+    # The observed signs are one of the possible choices, which also keeps the estimate above 0.
+    return (reached + 1) / (PERMUTATIONS + 1)
+
+
+def missed(thresholds: Mapping[str, float], results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for every threshold that a model stays below; ``results``: metrics by model, of which those that
+    compare two models are listed under the one that is compared."""
+    for key, least in thresholds.items():
+        name, _, rest = key.partition("/")
+        metrics = {name: rest} if name in results and rest in results[name] else dict.fromkeys(results, key)
+        found = {model: results[model][metric] for model, metric in metrics.items() if metric in results[model]}
+        if not found:
+            yield f"{key}: there is no such metric"
+        for model, value in found.items():
+            # Not `value < least`, which is false for NaN.
+            if not value >= least:
+                yield f"{model}: {metrics[model]} is {value:.4f}, below {least:g}"
