@@ -22,7 +22,7 @@ from roll.checkpoint.contents import (
     read_trainer_state,
     strategy_problem,
 )
-from roll.checkpoint.folders import CheckpointDamagedError
+from roll.checkpoint.folders import PIPELINE_FOLDER, STATE_NAME, CheckpointDamagedError
 from roll.checkpoint.manager import probable_checkpoint
 from roll.checkpoint.store import ObjectStore, is_url, store_problem
 from roll.config.checks.base import check_output
@@ -270,8 +270,6 @@ def check_first_rows(loaded: LoadedConfig[Any]) -> None:
         raise ConfigError(problems)
 
 
-STATE_FOLDER, PIPELINE_STATE = "pipeline", "state.json"  # where a checkpoint has the state of its pipeline
-
 _ANEW = (
     "Go on with the configuration that wrote it (config.yaml in its output_dir), or start a new run: another "
     "output_dir, or resume_from_checkpoint: false"
@@ -296,7 +294,7 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
         for key, place in {"checkpoint_config.output_dir": upload, "resume_from_checkpoint": wanted}.items():
             if isinstance(place, str) and is_url(place) and (cannot := store_problem(place)):
                 raise ConfigError([loaded.problem(key, place, cannot)])
-        checkpoint = probable_checkpoint(wanted, folders, store, (TRAINER_STATE, PIPELINE_STATE))
+        checkpoint = probable_checkpoint(wanted, folders, store, (TRAINER_STATE, STATE_NAME))
     except (OSError, CheckpointDamagedError) as error:
         raise ConfigError([loaded.problem("resume_from_checkpoint", wanted, str(error))]) from error
     if checkpoint is None:
@@ -314,7 +312,7 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
         for key, rule in _resumption_problems(checkpoint.role(role), getattr(config, role)):
             path, value = f"{role}.{key}", reduce(getattr, key.split("."), getattr(config, role))
             problems.append(loaded.problem(path, value, f"{rule}. {_ANEW}"))
-    state = json.loads((checkpoint.role(STATE_FOLDER) / PIPELINE_STATE).read_text(encoding="utf-8"))
+    state = json.loads((checkpoint.role(PIPELINE_FOLDER) / STATE_NAME).read_text(encoding="utf-8"))
     for key, value, rule in loaded.pipeline.resumption_problems(loaded, str(checkpoint.path), state):
         problems.append(loaded.problem(key, value, f"{rule}. {_ANEW}"))
     if problems:

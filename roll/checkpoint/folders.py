@@ -26,6 +26,9 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+PIPELINE_FOLDER = "pipeline"
+"""Folder of a checkpoint with the state of its pipeline, as :mod:`roll.checkpoint.state` writes one."""
+STATE_NAME = "state.json"
 SUPERSEDED = "superseded-"
 """Prefix of the names of checkpoints of a branch that the run has left."""
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")

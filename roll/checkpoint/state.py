@@ -20,6 +20,8 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
+from roll.checkpoint.folders import STATE_NAME
+
 
 def capture_rng_state() -> dict[str, Any]:
     """The state of Python's, NumPy's and torch's global generators (of every CUDA device too, where CUDA is in use).
@@ -49,7 +51,6 @@ def restore_rng_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(device_state, device)
 
 
-STATE_NAME = "state.json"
 _ARRAYS_NAME = "arrays.safetensors"
 _TENSORS_NAME = "tensors.safetensors"
 _ARRAY, _TENSOR, _TUPLE = "__array__", "__tensor__", "__tuple__"

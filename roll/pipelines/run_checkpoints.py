@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.checkpoint import Checkpoint, CheckpointManager
+from roll.checkpoint.folders import PIPELINE_FOLDER
 from roll.checkpoint.state import save_state
 from roll.config.plan.plan import Plan
 from roll.config.run import RunConfig
@@ -18,8 +19,6 @@ from roll.distributed.failures import free_room, missing_room
 from roll.protocol.metrics import Metrics, Sum
 
 logger = logging.getLogger(__name__)
-
-STATE_FOLDER = "pipeline"
 
 
 class PendingCheckpoint:
@@ -121,7 +120,7 @@ class RunCheckpoints:
         pending = PendingCheckpoint(self.manager.writing(steps_done), writers, steps_done)
         try:
             yield pending.path
-            save_state(pending.path / STATE_FOLDER, state)
+            save_state(pending.path / PIPELINE_FOLDER, state)
         except BaseException as error:
             if missing_room(error):
                 pending.settle()

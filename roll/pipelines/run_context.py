@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from roll.checkpoint import Checkpoint
+from roll.checkpoint.folders import PIPELINE_FOLDER
 from roll.checkpoint.state import load_state
 from roll.config.loader import LoadedConfig
 from roll.distributed import Cluster, RemoteError, Worker, WorkerDied
@@ -20,7 +21,6 @@ from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.model_calls import TRAINING, Residency
-from roll.pipelines.run_checkpoints import STATE_FOLDER
 from roll.pipelines.run_lifetime import RunLifetime
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.run_files import REPORT_NAME
@@ -364,7 +364,7 @@ class RunContext(RunLifetime):
 
     def load_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """The state that was passed to :meth:`save_models`."""
-        state = load_state(checkpoint.role(STATE_FOLDER))
+        state = load_state(checkpoint.role(PIPELINE_FOLDER))
         self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
         return state
 

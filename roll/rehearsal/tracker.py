@@ -357,9 +357,9 @@ def operands(
         table = inputs[0]
         return [(id_of(table), sum(map(num_bytes, outputs)))], list(outputs)
     if name in _SCATTERING:
-        target, source = inputs[0], min(inputs, key=num_bytes)
-        part = id_of(target), num_bytes(source)
-        return [source, part], [part]
+        target, *given = inputs  # indices, then the source unless it is a number
+        part = id_of(target), num_bytes(given[-1])
+        return [*given, part], [part]
     # The tensors that it writes into by its schema, and whether they are there for that alone.
     written: list[tuple[Tensor, bool]] = []
     for place, argument in enumerate(func._schema.arguments):
