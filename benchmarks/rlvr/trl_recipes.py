@@ -26,7 +26,7 @@ from markers import mark_step
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from roll.rewards.ifeval_instructions import CHECKS
+from roll.rewards.ifeval import CHECKS
 
 
 class Markers(TrainerCallback):

@@ -35,7 +35,7 @@ REWARDS = Table(
     _rule("math_rule", "math_rule.MathRule", "MathRuleRewardWorker", needs_truth=True),
     _rule(
         "multiple_choice",
-        "multiple_choice.MultipleChoice",
+        "text_rules.MultipleChoice",
         "MultipleChoiceBoxedRuleRewardWorker",
         "GeneralValRuleRewardWorker",
         needs_truth=True,
@@ -46,7 +46,7 @@ REWARDS = Table(
     _rule("detection", "detection.Detection", "DetectionRewardWorker", needs_truth=True),
     _rule("ifeval", "ifeval.IFEval", "GeneralRuleRewardWorker"),
     _rule("reward_model", "http_reward.RewardModelScore"),
-    _rule("crossthinkqa", "multiple_choice.CrossThinkQA", "CrossThinkQARuleRewardWorker", needs_truth=True),
+    _rule("crossthinkqa", "text_rules.CrossThinkQA", "CrossThinkQARuleRewardWorker", needs_truth=True),
     _rule("repetition_penalty", "text_rules.RepetitionPenalty"),
     _rule("length_penalty", "text_rules.LengthPenalty"),
     _rule("http_reward", "http_reward.HttpReward"),

@@ -8,7 +8,7 @@ from roll.rewards.base import RewardRule as RewardRule
 from roll.rewards.base import RewardSample as RewardSample
 from roll.rewards.base import apply_on_error as apply_on_error
 from roll.rewards.base import failure_rates as failure_rates
-from roll.rewards.composition import build_section as build_section
-from roll.rewards.composition import reward_options as reward_options
 from roll.rewards.registry import build_reward as build_reward
+from roll.rewards.registry import build_section as build_section
 from roll.rewards.registry import resolve_name as resolve_name
+from roll.rewards.registry import reward_options as reward_options

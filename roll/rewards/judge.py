@@ -18,7 +18,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure, read_json
-from roll.rewards.http_client import JsonClient, Reply, ServiceOptions, ServiceRule
+from roll.rewards.http_reward import JsonClient, Reply, ServiceOptions, ServiceRule
 from roll.rewards.judge_reading import Extract, NoScore, ScoreReader
 
 MAX_ANSWERS = 100_000  # answers that are kept in memory

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from roll.rewards.base import GuardedReward, RewardOptionError, RewardSample, finite_number
-from roll.rewards.http_client import LOOPBACK
+from roll.rewards.http_reward import LOOPBACK
 from roll.rewards.registry import build_reward, load_target, resolve_name
 from roll.serving.http import BadRequest, HttpServer, answered, check_key, read_bytes
 

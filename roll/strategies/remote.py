@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from roll.config.strategies.engines import RemoteStrategyConfig
-from roll.rewards.http_client import LOOPBACK, JsonClient, ServiceOptions
+from roll.rewards.http_reward import LOOPBACK, JsonClient, ServiceOptions
 from roll.strategies.engines.requests import PromptScore
 from roll.strategies.engines.scoring import ALL, ScoringStrategy
 

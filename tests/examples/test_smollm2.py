@@ -55,7 +55,7 @@ def test_prompts(prepare: ModuleType, tmp_path: Path) -> None:
 def test_every_constraint_can_be_followed_and_missed(prepare: ModuleType) -> None:
     """Of a pair of answers one follows it."""
     pytest.importorskip("langdetect")
-    from roll.rewards.ifeval_instructions import CHECKS
+    from roll.rewards.ifeval import CHECKS
 
     following = {
         "change_case:english_lowercase": "the old clock ticks in the quiet library all day long.",

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from roll.config.installation import install_command
 from roll.rewards import RewardOptionError, RewardSample, build_reward
-from roll.rewards.ifeval import follows, loosened
-from roll.rewards.ifeval_instructions import CHECKS, FUNCTIONS, _spans, count_sentences
+from roll.rewards.ifeval import CHECKS, FUNCTIONS, _spans, count_sentences, follows, loosened
 from tests.rewards.stated_cases import rows_of
 
 GERMAN = "Der Garten hinter dem Haus ist im Sommer voller Blumen und die Kinder spielen dort gern."

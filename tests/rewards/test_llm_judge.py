@@ -11,8 +11,8 @@ import pytest
 from roll.config.rewards import RewardComponentConfig, RewardConfig
 from roll.distributed import WorkerContext
 from roll.rewards import RewardResult, RewardSample, build_reward, failure_rates, reward_options
-from roll.rewards.composition import concurrent_calls
 from roll.rewards.judge_reading import NoScore, ScoreReader, stated_word
+from roll.rewards.registry import concurrent_calls
 from roll.rollout.rewarding import RewardWorker
 from tests.rewards.http_service import Answer, Service, completion, in_turn, serving
 from tests.rewards.stated_cases import rows_of

@@ -34,7 +34,7 @@ from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import with_engine_size
 from roll.methods.policy_plan import PolicyConfig, PolicyPlan, finished_policy, looks_at_samples, policy_roles
 from roll.rewards.base import RewardOptionError
-from roll.rewards.composition import concurrent_calls
+from roll.rewards.registry import concurrent_calls
 from roll.serving.harness import HarnessConfig
 
 

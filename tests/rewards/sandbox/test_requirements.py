@@ -16,7 +16,7 @@ from roll.config.loader import load_config
 from roll.rewards import RewardOptionError, RewardSample, build_reward, code_sandbox
 from roll.rewards.base import GuardedReward
 from roll.rewards.code_sandbox import CodeSandbox
-from roll.rewards.composition import Component, CompositeReward
+from roll.rewards.registry import Component, CompositeReward
 from roll.rewards.sandbox.client import Sandbox, Settings
 from roll.rewards.sandbox.protections import CONSEQUENCES, MEANS, PROMISED, PROTECTIONS, MissingProtection
 
