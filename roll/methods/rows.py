@@ -16,8 +16,8 @@ import numpy as np
 
 from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments
+from roll.datasets.preparation import StreamedEpochs
 from roll.datasets.sampling import PreparedRows
-from roll.datasets.streaming import StreamedEpochs
 from roll.datasets.types import SftRow
 from roll.datasets.vision_model import VisionModel
 from roll.methods.base import LOG_PROBS, Ask, Loss

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from roll.datasets import DataError, SftDataset, SftRow
 from roll.datasets.images import ImageReader
+from roll.datasets.preparation import StreamedEpochs
 from roll.datasets.sft import SftMaker
-from roll.datasets.streaming import StreamedEpochs
 from roll.datasets.templates import Renderer, TemplateChoice
 from roll.datasets.vision_model import VisionModel
 from roll.methods.base import Loss, Totals

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from roll.config.loader import LoadedConfig
 from roll.config.roles import WorkerConfig
 from roll.datasets import ShuffledEpochs
-from roll.datasets.streaming import StreamedEpochs
+from roll.datasets.preparation import StreamedEpochs
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.distributed.signals import ending
 from roll.methods.base import LOG_PROBS, Ask, Loss

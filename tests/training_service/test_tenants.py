@@ -216,7 +216,7 @@ def test_a_body_that_is_small_until_it_is_decompressed(http: httpx2.Client) -> N
 
 @pytest.mark.parametrize(("count", "columns", "rule"), [(64, 1 << 22, "bytes when they are dense"), (1, 2048, "1024]")])
 def test_a_tensor_that_is_small_while_it_is_sparse(count: int, columns: int, rule: str) -> None:
-    from roll.training_service.losses import check_datum, loss_of
+    from roll.training_service.adapters import check_datum, loss_of
     from roll.training_service.wire import messages, read_pass
 
     message = messages()["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="cross_entropy")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.config.roles import ModelArguments
-from roll.training_service.adapters import Base, LoraOptions, Tenant
-from roll.training_service.losses import LOSSES
+from roll.training_service.adapters import LOSSES, Base, LoraOptions, Tenant
 from roll.training_service.wire import Datum
 from tests.training_service.batches import HIGH, LOW, documented
 
