@@ -15,9 +15,8 @@ from typing import ClassVar
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.http_reward import HttpReward
-from roll.rewards.sandbox.cases import read_cases
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
-from roll.rewards.sandbox.judging import JudgingOptions, judge
+from roll.rewards.sandbox.judging import JudgingOptions, judge, read_cases
 from roll.rewards.sandbox.protections import MEBIBYTE, PROMISED, PROTECTIONS, Limits, MissingProtection, consequence
 from roll.rewards.sandbox.snippets import CaseError
 

@@ -1,4 +1,9 @@
-"""Programs of a confined process: a script, a server of calls (the untrusted side of tests), tests, or a command."""
+"""Programs of a confined process: a script, a server of calls (the untrusted side of tests), or a command.
+
+They may use names that they do not import, because ROLL, verl and LiveCodeBench put these imports in front. The names
+are added to the built-in functions of the response's process, so that a program's own names go before them and tests
+never see them: a response that defines no ``gcd`` is not judged by that of ``math``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ import atexit
 import builtins
 import contextlib
 import copy
+import functools
+import importlib
 import inspect
 import io
 import operator
@@ -20,7 +27,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from roll.rewards.sandbox import harness, prelude
 from roll.rewards.sandbox.values import Channel, ChannelClosed, Encoded, MessageTooLarge, Side
 
 MODULE = "solution"
@@ -52,7 +58,7 @@ def serve_calls(request: dict[str, Any]) -> None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         channel.send({"compile_error": str(error)[:MAX_TEXT]})
         os._exit(0)
-    prelude.open_for_program()
+    open_for_program()
     try:
         exec(code, module.__dict__)  # noqa: S102  this process exists to run it
     except BaseException as error:  # reported to the other side, whatever it is
@@ -238,6 +244,52 @@ def as_plain(value: object) -> Any:
     return value
 
 
+MODULES = """
+    string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json
+"""
+"""Imported for every program, after all their public names have been, in this order; those of ``typing`` come last."""
+_installed: list[str] = []
+RECURSION_LIMIT = 50_000  # LiveCodeBench's; recursion through C functions fits into the stack this often
+_STREAMS = ("stdin", "stdout", "stderr")
+
+
+def public(module: types.ModuleType) -> dict[str, Any]:
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    return {name: getattr(module, name) for name in names}
+
+
+@functools.cache
+def usual_names() -> dict[str, Any]:
+    """Names and values that the imports bind, ``sys``'s own names aside: its streams are not open yet."""
+    modules = {name: importlib.import_module(name) for name in MODULES.split()}
+    found: dict[str, Any] = {}
+    for name, module in modules.items():
+        found |= {} if name == "sys" else public(module)
+    return found | public(importlib.import_module("typing")) | modules
+
+
+def install_names() -> None:
+    """Add them to the built-in functions of this process and of those forked from it, which then pay nothing."""
+    for name, value in {**public(sys), **usual_names()}.items():
+        if name not in vars(builtins) and name not in _STREAMS:
+            setattr(builtins, name, value)
+            _installed.append(name)
+
+
+def open_for_program() -> None:
+    """Prepare the process that is about to run a program: its streams are open now."""
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    for name in _STREAMS:
+        setattr(builtins, name, getattr(sys, name))
+
+
+def remove_names() -> None:
+    """Leave the tests' process with Python's own built-in functions."""
+    for name in _installed:
+        delattr(builtins, name)
+    _installed.clear()
+
+
 COMPILE_STATUS = 121
 """Exit status of a script that is not valid Python. Others may exit with it too: it only feeds a metric."""
 SOURCE, CHANNEL, VERDICTS = 3, 4, 5  # descriptors after those of the standard streams
@@ -290,7 +342,7 @@ def run_script(request: dict[str, Any]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(COMPILE_STATUS)
-    prelude.open_for_program()
+    open_for_program()
     try:
         exec(code, main.__dict__)  # noqa: S102  this process exists to run it
     except SystemExit as leaving:
@@ -308,15 +360,6 @@ def run_script(request: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def run_tests(request: dict[str, Any]) -> None:
-    """Run tests on the trusted side of the channel; verdicts leave through a file that the response's process lacks."""
-    prelude.remove()
-    job = read_all(SOURCE)
-    open_streams()
-    harness.run(job, Channel(CHANNEL, request["max_message"]), VERDICTS)
-    os._exit(0)
-
-
 def run_command(request: dict[str, Any]) -> None:
     """Write the source to a file in the working folder and execute the command that runs it."""
     with open(request["file_name"], "wb") as file:
@@ -326,11 +369,3 @@ def run_command(request: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_DFL)
     command = request["command"]
     os.execvpe(command[0], command, dict(os.environ))
-
-
-PROGRAMS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "script": run_script,
-    "serve": serve_calls,
-    "tests": run_tests,
-    "command": run_command,
-}

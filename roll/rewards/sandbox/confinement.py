@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
-from roll.rewards.sandbox import kernel, seccomp
+from roll.rewards.sandbox import kernel
 from roll.rewards.sandbox.protections import Limits, Means
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -216,7 +216,7 @@ def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Mean
         landlock_abi: the highest version of Landlock to use; None: the kernel's.
     """
     abi = 0 if "landlock" in without else min(kernel.landlock_abi(), landlock_abi or LATEST_ABI)
-    means = Means(landlock=abi, seccomp="seccomp" not in without and seccomp.supported())
+    means = Means(landlock=abi, seccomp="seccomp" not in without and kernel.takes_filters())
     claim = None
     # User ids that no other sandbox of this host uses: the kernel gives an abstract socket name to one socket only.
     for block in range(_BLOCKS if "uid" not in without and os.geteuid() == 0 else 0):
@@ -305,7 +305,7 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
         kernel.restrict_files(readable, [scratch, *DEVICES], means.landlock)
     if means.seccomp:
         reachable = means.process_namespace or uid is not None
-        seccomp.install(
+        kernel.install_filter(
             new_processes=limits.processes > 1 and reachable,
             only_process=None if reachable else os.getpid(),
             # The superuser owns the host's devices, of which the standard streams are open files.

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll.rewards.sandbox.prelude import usual_names
+from roll.rewards.sandbox.candidate import CHANNEL, SOURCE, VERDICTS, open_streams, read_all, remove_names, usual_names
 from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy
 from roll.rewards.sandbox.remote import Remote, ResponseGone
 from roll.rewards.sandbox.snippets import DYNAMIC, MODULE_NAMES, bound_names, names_in
@@ -61,15 +61,23 @@ def text_of(error: BaseException) -> str:
         return ""
 
 
-def run(job: bytes, channel: Channel, verdicts: int) -> None:
-    """Run the tests of a job with the response's process at ``channel``, and write to the descriptor ``verdicts``.
+def run_tests(request: dict[str, Any]) -> None:
+    """Run tests on the trusted side of the channel; verdicts leave through a file that the response's process lacks."""
+    remove_names()
+    job = read_all(SOURCE)
+    open_streams()
+    run(job, Channel(CHANNEL, request["max_message"]), Verdicts(VERDICTS))
+    os._exit(0)
+
+
+def run(job: bytes, channel: Channel, report: Verdicts) -> None:
+    """Run the tests of a job with the response's process at ``channel``.
 
     The job is JSON with ``case_timeout``, ``object_operators``, the ``preparation``
     (:func:`~roll.rewards.sandbox.snippets.preparation`), and one of ``tests`` (sources, each a case), ``calls`` or
     ``pytest`` (the text of a file).
     """
     settings = json.loads(job)
-    report = Verdicts(verdicts)
     preparation = settings["preparation"]
     tests = sys.modules["tests"] = types.ModuleType("tests")
     namespace = tests.__dict__

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from roll.rewards.sandbox import candidate, confinement, kernel, prelude, protections, seccomp
+from roll.rewards.sandbox import candidate, confinement, harness, kernel, protections
 from roll.rewards.sandbox.protections import TRIAL_LIMITS, TRIAL_SLOT, Limits, Means
 
 MAX_MESSAGE = 65536
@@ -40,6 +40,12 @@ WARM = """
     threading time traceback types typing
 """
 """Modules that programs import most; loaded here, their import is free."""
+PROGRAMS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "script": candidate.run_script,
+    "serve": candidate.serve_calls,
+    "tests": harness.run_tests,
+    "command": candidate.run_command,
+}
 
 
 @dataclass
@@ -71,7 +77,7 @@ class Zygote:
         self._to_remove: deque[str] = deque()
         self._remover: tuple[int, int, float] | None = None  # descriptor, process and deadline
         self._next_look = 0.0
-        seccomp.prepare()
+        kernel.prepare_filters()
 
     def serve(self) -> None:
         """Answer requests until the other side closes the socket."""
@@ -143,7 +149,7 @@ class Zygote:
         folder = None
         try:
             folder = confinement.make_folder(self.folder, self._uid(slot))
-            run = partial(candidate.PROGRAMS[request["program"]], request)
+            run = partial(PROGRAMS[request["program"]], request)
             pid, confined = self.fork(run, limits, slot, folder, descriptors, request.get("proc", False))
             deadline = time.monotonic() + limits.wall
             child = Child(request["number"], pid, os.pidfd_open(pid), deadline, slot, folder, confined, limits.scratch)
@@ -364,7 +370,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
     candidate.forget_surroundings()
-    prelude.install()
+    candidate.install_names()
     gc.collect()
     # Each fork shares these pages until they are written to: frozen objects are not touched by its collections.
     gc.freeze()

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from roll.rewards.code_sandbox import CodeSandbox
-from roll.rewards.sandbox.cases import read_cases
 from roll.rewards.sandbox.client import Sandbox, Settings
-from roll.rewards.sandbox.judging import Outcome, judge
+from roll.rewards.sandbox.judging import Outcome, judge, read_cases
 
 NOBODY = 65534
 EVERYTHING = {"limits", "network", "files", "private", "signals", "syscalls", "ends", "scratch", "user"}

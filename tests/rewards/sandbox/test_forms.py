@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from roll.rewards.sandbox.cases import read_cases
+from roll.rewards.sandbox.judging import read_cases
 from roll.rewards.sandbox.snippets import CaseError
 from tests.rewards.sandbox.conftest import Verdict, cases_of, truth_of
 

@@ -12,8 +12,8 @@ import pytest
 
 from roll.rewards import RewardSample, build_reward
 from roll.rewards.code_sandbox import last_code_block
-from roll.rewards.sandbox.cases import read_cases
 from roll.rewards.sandbox.client import Sandbox, Settings
+from roll.rewards.sandbox.judging import read_cases
 from roll.rewards.sandbox.snippets import CaseError
 from tests.rewards.sandbox.conftest import Verdict, cases_of
 
