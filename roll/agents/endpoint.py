@@ -27,10 +27,16 @@ from roll.agents.episode import EngineFault, EpisodeOver, Model, Task
 from roll.agents.episode import Response as ModelResponse
 from roll.agents.images import has_images
 from roll.rewards.base import finite_number
-from roll.serving.dialects.chat import chat_body, chat_events, read_chat
+from roll.serving.dialects.chat import (
+    chat_body,
+    chat_events,
+    read_chat,
+    read_responses,
+    responses_body,
+    responses_events,
+)
 from roll.serving.dialects.messages import messages_body, messages_events, read_messages
 from roll.serving.dialects.requests import ChatRequest, Reply
-from roll.serving.dialects.responses import read_responses, responses_body, responses_events
 from roll.serving.http import (
     DISCONNECT_POLL_SECONDS,
     BadRequest,

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from roll.config import objects
-from roll.environments.base import reset_arguments, resolved
+from roll.environments.base import reset_arguments, resolved, says_instant
 
 MOST_THREADS = 1024  # calls at a time; one that hangs keeps its thread
 STOP_SECONDS = 1.0  # for a process to end by itself
@@ -80,13 +80,6 @@ async def call_off_loop(function: Callable[..., Any], /, *args: object, **option
 
     _threads.run(run)
     return await resolved(await asyncio.wrap_future(answer))
-
-
-def says_instant(kind: type, method: str) -> bool:
-    """True if the class and the one that defines ``method`` declare ``instant = True``: a subclass that overrides a
-    method has to declare it again."""
-    definer = next((one for one in kind.__mro__ if method in vars(one)), None)
-    return bool(getattr(kind, "instant", False)) and definer is not None and bool(vars(definer).get("instant", False))
 
 
 class EnvironmentProcessDied(RuntimeError):

@@ -14,9 +14,8 @@ from roll.agents.chat_ids import TemplateError
 from roll.agents.endpoint import Session
 from roll.agents.episode import Limits, Model, Task
 from roll.agents.tool_calls import call_opening, choose_opening, detect_format, parse_response
-from roll.serving.dialects.chat import read_chat
+from roll.serving.dialects.chat import read_chat, read_responses
 from roll.serving.dialects.messages import messages_body, read_messages
-from roll.serving.dialects.responses import read_responses
 from roll.serving.http import BadRequest
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE, Family, published

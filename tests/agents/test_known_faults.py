@@ -78,7 +78,7 @@ async def test_fault_17_an_endpoint_without_a_secret_that_serves_late_requests(t
 def test_fault_18_optional_packages_are_imported_with_the_pipeline() -> None:
     """And engines with the configuration."""
     packages = ("sglang", "vllm", "gem", "imageio", "textarena", "mcp", "openai", "torch", "ray")
-    modules = ("agents.episode", "agents.environment_agent", "pipelines.agentic.definition", "environments.registry")
+    modules = ("agents.episode", "agents.environment_agent", "pipelines.agentic.definition", "environments.base")
     imports = ", ".join(f"roll.{name}" for name in modules)
     code = f"import sys, {imports}; print([name for name in {packages} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -14,8 +14,7 @@ from examples.tiny_agentic.games import GuessNumber
 from roll.agents.agent_options import ToolWrapperArguments
 from roll.agents.text_tools import TextTools, text_tool
 from roll.agents.tools import ToolError
-from roll.environments.base import Environment
-from roll.environments.registry import EnvironmentOptionError, make_environment
+from roll.environments.base import Environment, EnvironmentOptionError, make_environment
 from tests.rewards.http_service import Answer, serving
 from tests.support.environments import check_environment
 

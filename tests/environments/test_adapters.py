@@ -16,8 +16,15 @@ import numpy as np
 import pytest
 
 from roll.environments.adapters import GymnasiumEnvironment
-from roll.environments.base import BrokenContract, read_reset, read_step, reset_arguments
-from roll.environments.registry import EnvironmentOptionError, check_environment_options, make_environment
+from roll.environments.base import (
+    BrokenContract,
+    EnvironmentOptionError,
+    check_environment_options,
+    make_environment,
+    read_reset,
+    read_step,
+    reset_arguments,
+)
 from tests.support.environments import check_environment
 
 

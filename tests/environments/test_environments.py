@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from examples.tiny_agentic.games import Calculator, GuessNumber, calculate
-from roll.environments.base import BrokenContract, read_reset, read_step
+from roll.environments.base import (
+    BUILT_IN,
+    BrokenContract,
+    EnvironmentOptionError,
+    make_environment,
+    read_reset,
+    read_step,
+)
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.grids import MOVES, ActionPattern, moved
-from roll.environments.registry import BUILT_IN, EnvironmentOptionError, make_environment
 from roll.environments.sokoban import Sokoban
 from tests.support.environments import check_environment
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.environments.registry import EnvironmentOptionError, make_environment
+from roll.environments.base import EnvironmentOptionError, make_environment
 
 pytest.importorskip("skyrl_gym")
 pytest.importorskip("func_timeout")

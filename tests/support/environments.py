@@ -10,8 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll.environments.base import BrokenContract, Environment, Turn, read_reset, read_step, reset_arguments, resolved
-from roll.environments.registry import make_environment
+from roll.environments.base import (
+    BrokenContract,
+    Environment,
+    Turn,
+    make_environment,
+    read_reset,
+    read_step,
+    reset_arguments,
+    resolved,
+)
 
 MAX_TURNS = 200
 

@@ -33,7 +33,7 @@ from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.environments.registry import EnvironmentOptionError, check_environment_options
+from roll.environments.base import EnvironmentOptionError, check_environment_options
 from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition, policy_plan, policy_training_plans
 from roll.pipelines.agentic.checks import check_agentic
 from roll.pipelines.agentic.config import (

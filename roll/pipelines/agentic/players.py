@@ -26,9 +26,8 @@ from roll.datasets.reading import read_rows
 from roll.datasets.types import DataError
 from roll.datasets.vision_model import VisionModel
 from roll.distributed import DriverLoop
-from roll.environments.base import Environment, resolved
+from roll.environments.base import Environment, is_instant, make_environment, resolved
 from roll.environments.off_loop import EnvironmentProcesses
-from roll.environments.registry import is_instant, make_environment
 from roll.pipelines.agentic.config import AgenticConfig, AgenticPlan, EntryPlan, EnvManagerConfig, ManagerPlan
 from roll.pipelines.agentic.definition import chat_template
 from roll.rollout.episodes import Player
