@@ -163,11 +163,10 @@ class Tenant:
         inject(model, config, options.seed)
         use_own_operations(model, base.role)
         self.adapters, self.model = Adapters(model, config), ResponseModel(model)
-        named = self.adapters.own(model.named_parameters())
-        self._names, self._parameters = [name for name, _ in named], [own for _, own in named]
-        for parameter in self._parameters:
+        self._parameters = dict(self.adapters.own(model.named_parameters()))  # by name in an adapter file
+        for parameter in self._parameters.values():
             parameter.data = parameter.data.float()
-        self._optimizer = adamw([{"params": self._parameters}], TrainingArguments())
+        self._optimizer = adamw([{"params": list(self._parameters.values())}], TrainingArguments())
         self.lacks_a_pass = False  # a backward pass since the last step has failed
 
     def forward_backward(
@@ -222,7 +221,7 @@ class Tenant:
     def optim_step(self, options: AdamOptions) -> dict[str, float]:
         """AdamW on the sum of the gradients since the last step. Raises ``ValueError``: no gradient, or one that is not
         whole or not finite, which is dropped: the weights stay as they are."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         norm = float(global_norm(gradients, None, self.base.device))
         if not gradients and not self.lacks_a_pass:
             raise ValueError("optim_step: there is no gradient; call forward_backward first")
@@ -245,7 +244,7 @@ class Tenant:
 
     def weights(self) -> AdapterWeights:
         """A copy of the adapter."""
-        tensors = {name: own.detach().cpu().clone() for name, own in zip(self._names, self._parameters, strict=True)}
+        tensors = {name: own.detach().cpu().clone() for name, own in self._parameters.items()}
         return AdapterWeights(tensors, LORA_ALPHA / self.options.rank)
 
     def save(self, folder: Path, base: str, optimizer: bool) -> None:
@@ -256,7 +255,7 @@ class Tenant:
         if optimizer:
             state = {
                 f"{name}#{key}": value.cpu().clone()
-                for name, own in zip(self._names, self._parameters, strict=True)
+                for name, own in self._parameters.items()
                 for key, value in self._optimizer.state.get(own, {}).items()
             }
             save_file(state, folder / OPTIMIZER_FILE)
@@ -268,13 +267,13 @@ class Tenant:
         from safetensors.torch import load_file
 
         tensors = load_file(folder / ADAPTER_FILE)
-        shapes = {name: own.shape for name, own in zip(self._names, self._parameters, strict=True)}
+        shapes = {name: own.shape for name, own in self._parameters.items()}
         if {name: own.shape for name, own in tensors.items()} != shapes:
             raise ValueError("the checkpoint is of an adapter with another rank or other layers")
         if optimizer and not (folder / OPTIMIZER_FILE).exists():
             raise ValueError("the checkpoint has no state of the optimizer; save_state writes it")
         state = load_file(folder / OPTIMIZER_FILE) if optimizer else {}
-        for name, own in zip(self._names, self._parameters, strict=True):
+        for name, own in self._parameters.items():
             own.copy_(tensors[name])
             held = {key: state.get(f"{name}#{key}") for key in _STATE}
             self._optimizer.state[own] = {key: value.to(own.device) for key, value in held.items() if value is not None}
