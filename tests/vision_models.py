@@ -13,8 +13,7 @@ import make_clips
 import shapes
 import tiny_vl_model
 
-from roll.protocol.images import EncodedImage, ImageProcessing
-from roll.protocol.video import VideoProcessing
+from roll.protocol.images import EncodedImage, ImageProcessing, VideoProcessing
 from roll.protocol.vision import VisionInputs, vision_inputs
 
 KINDS: tuple[tiny_vl_model.Kind, ...] = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")

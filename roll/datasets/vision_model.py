@@ -13,8 +13,7 @@ from roll.datasets.types import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.protocol.images import EncodedVideo, ImageProcessing  # it imports torch
-    from roll.protocol.video import EngineTime, VideoProcessing
+    from roll.protocol.images import EncodedVideo, EngineTime, ImageProcessing, VideoProcessing  # it imports torch
 
 
 @dataclass(frozen=True)
@@ -119,14 +118,14 @@ def load_video_processing(model_path: str, images: ImageProcessing, timed: bool)
     """The settings of a model's video processor: those of its image processor's file where it has none of its own.
 
     Args:
-        timed: as :class:`~roll.protocol.video.VideoProcessing` has it.
+        timed: as :class:`~roll.protocol.images.VideoProcessing` has it.
 
     Raises:
         DataError: other patches or another normalisation than for images.
     """
     from transformers.utils.hub import cached_file
 
-    from roll.protocol.video import VideoProcessing
+    from roll.protocol.images import VideoProcessing
 
     settings: dict[str, Any] = {}
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):

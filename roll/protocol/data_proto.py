@@ -12,9 +12,8 @@ from typing import Any, Self, SupportsIndex
 import numpy as np
 import torch
 
-from roll.protocol import joining, storage
+from roll.protocol import joining, packing
 from roll.protocol.columns import Column, ObjectColumns, Packed, TensorColumns, object_array
-from roll.protocol.packing import to_wire
 
 
 @dataclass(frozen=True)
@@ -332,19 +331,19 @@ class DataProto:
         return joining.same_value(*((one._batch, one.non_tensor_batch, one.meta_info) for one in (self, other)))
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, atomically: see :mod:`roll.protocol.storage` for what objects may hold."""
+        """Write one safetensors file, atomically: see :mod:`roll.protocol.packing` for what objects may hold."""
         self.check()
-        storage.save(self.batch, self.non_tensor_batch, self.meta_info, Path(path))
+        packing.save(self.batch, self.non_tensor_batch, self.meta_info, Path(path))
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
         """Read what :meth:`save` wrote. Nothing in the file is executed, so files of others are safe to read."""
-        return DataProto.from_dict(*storage.load(Path(path)))
+        return DataProto.from_dict(*packing.load(Path(path)))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         # Before it is sent: the error is raised where the batch was put together, not at its reader.
         self.check()
-        return _rebuild, to_wire(dict(self.batch.stored()), self.non_tensor_batch, self.meta_info)
+        return _rebuild, packing.to_wire(dict(self.batch.stored()), self.non_tensor_batch, self.meta_info)
 
     __copy__ = select
 

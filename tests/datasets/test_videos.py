@@ -27,8 +27,7 @@ from roll.datasets.images import ImageReader
 from roll.datasets.store import from_json, to_json
 from roll.datasets.vision_model import VisionModel, load_video_processing
 from roll.pipelines.rlvr.data import seen_by_engine
-from roll.protocol.images import EncodedImage
-from roll.protocol.video import EngineTime, VideoProcessing
+from roll.protocol.images import EncodedImage, EngineTime, VideoProcessing
 from roll.protocol.vision import _PATCHES, VisionInputs, vision_inputs
 from tests import vision_models
 from tests.datasets.conftest import Write

@@ -83,7 +83,7 @@ def read_prompts(
 def seen_by_engine(vision: VisionModel, infer: WorkerConfig) -> VisionModel:
     """The model with the limits of the engine that generates from its rows."""
     from roll.models.build import DTYPES
-    from roll.protocol.video import EngineTime
+    from roll.protocol.images import EngineTime
 
     engine = infer.strategy_args.strategy_name
     if engine == "hf_infer":

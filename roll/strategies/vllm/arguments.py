@@ -16,8 +16,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.engines import VllmStrategyConfig
 from roll.models.build import DTYPES, folder_config, overrides
 from roll.platforms import Platform
-from roll.protocol.images import EncodedVideo
-from roll.protocol.video import EngineTime
+from roll.protocol.images import EncodedVideo, EngineTime
 from roll.protocol.vision import VisionInputs, check_images, vision_token_ids
 from roll.strategies.engines.packaged import cache_numbers, typed_arguments
 from roll.strategies.engines.requests import GenerationOutput, SamplingParams

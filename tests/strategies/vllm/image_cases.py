@@ -127,7 +127,7 @@ def placed(folder: Path, torchvision: str) -> list[tuple[tuple[Any, ...], bool, 
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    from roll.protocol.video import EngineTime
+    from roll.protocol.images import EngineTime
     from roll.protocol.vision import vision_inputs
     from roll.strategies.vllm.arguments import ImagePrompts
     from tests import vision_models
