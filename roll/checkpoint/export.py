@@ -3,152 +3,55 @@
 Works on the checkpoint of any strategy and any number of ranks, without Ray and without process groups.  Tensors are
 read one by one, and written in files of a few gigabytes.  What was written is then loaded as its users load it, and its
 log-probs are compared with those of a model put together in another way: the model that the run began with, in memory,
-with the checkpoint's weights in it.
+with the checkpoint's weights in it.  ``--push`` brings it to the Hugging Face hub, with a model card written from the
+run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
+import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from safetensors.torch import save_file
 from torch import Tensor
 
+from roll import __version__
 from roll.checkpoint.folders import atomic_folder
-from roll.checkpoint.hub import add_card, check_repository, push
+from roll.checkpoint.forms import rounded, write_gguf, write_hf, write_peft
 from roll.checkpoint.tensors import stored_tensors
 from roll.checkpoint.trained_model import TrainedModel, config_error, find_trained
-from roll.config.installation import install_command
-from roll.config.losses import SCORE_INPUT, SCORE_INPUT_DEFAULT
+from roll.config.model_files import looks_like_folder
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.masking import masked_text
 from roll.config.run import RESOLVED_CONFIG
-from roll.models.build import DTYPES, auto_class, checked_config, folder_config
-from roll.models.loading import TensorFiles
-from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter, merged_weight
-from roll.models.stored import whole_config
+from roll.models.build import DTYPES, auto_class, checked_config
+from roll.models.lora import adapter_names, base_name, is_adapter, merged_weight
+from roll.tracking.records import METRICS_NAME, read_metrics
+from roll.tracking.run_record import RECORD_FOLDER
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-FORMS = ("hf", "peft", "gguf")
-MAX_FILE_BYTES = 4 * 2**30
+FORMS = {"hf": "transformers", "peft": "peft", "gguf": "gguf"}
+"""The library of each at the hub."""
 BOUND = 1e-4
 """Largest difference between log-probs, computed in float32 from the same rounded weights."""
 BOUND_OF_MERGED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 """The same for merged adapters, whose sum may be rounded to the next number up or down."""
-_KEPT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-_OWN_FILES = ("config.json", "model.safetensors.index.json", "adapter_config.json")
 
-
-def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Weights in files of at most :data:`MAX_FILE_BYTES`, configuration, and the tokenizer's files."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        save_file(pending, folder / f"part{len(shards):05d}", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
-    for name, tensor in trained.tensors(dtype):
-        if pending and sum(one.nbytes for one in pending.values()) + tensor.nbytes > MAX_FILE_BYTES:
-            flush()
-        pending[name] = tensor
-        total += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (folder / "part00000").rename(folder / "model.safetensors")
-    else:
-        files: dict[str, str] = {}
-        for index, names in enumerate(shards):
-            shard = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-            # The names state the number of files, which is known only now.
-            (folder / f"part{index:05d}").rename(folder / shard)
-            files |= dict.fromkeys(names, shard)
-        index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
-    skeleton = trained.skeleton()
-    config = skeleton.config
-    config.dtype, config.architectures = dtype, [type(skeleton).__name__]
-    source = TensorFiles(trained.model).folder
-    if trained.head == "score":
-        describe_scores(config, trained, source)
-    elif trained.head == "causal_lm":
-        config = whole_config(folder_config(trained.args), config)
-    config.save_pretrained(folder)
-    for file in [file for pattern in _KEPT_FILES for file in source.glob(pattern)]:
-        if file.name not in _OWN_FILES:
-            shutil.copyfile(file, folder / file.name)
-
-
-def describe_scores(config: PretrainedConfig, trained: TrainedModel, source: Path) -> None:
-    """Add what a reward model's users need: the padding token, without which transformers scores one row at a time, and
-    ``score_input`` of its run, where the checkpoint is still in the run's folder."""
-    from transformers import AutoTokenizer
-
-    if config.get_text_config().pad_token_id is None and (source / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        config.get_text_config().pad_token_id = pad
-    checkpoints = trained.folder.resolve().parent.parent
-    resolved = checkpoints.parent / RESOLVED_CONFIG
-    if resolved.is_file():
-        settings = yaml.safe_load(resolved.read_text(encoding="utf-8"))
-        # The file leaves defaults out.
-        setattr(config, SCORE_INPUT, settings.get(SCORE_INPUT, SCORE_INPUT_DEFAULT))
-
-
-def write_peft(trained: TrainedModel, folder: Path) -> None:
-    """``adapter_config.json`` and ``adapter_model.safetensors``, float32 as they were trained."""
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise config_error("--to", "peft", f"needs peft: {install_command('peft')}") from error
-    contents = trained.contents
-    if not contents.scalings:
-        rule = f"{trained.folder} holds no adapters; only a run with model_args.lora_target has any"
-        raise config_error("--to", "peft", rule, "hf")
-    plain = dict(trained.skeleton().named_parameters())
-    shapes = {weight: tuple(plain[weight].shape) for weight in contents.scalings}
-    experts = [weight for weight, shape in shapes.items() if len(shape) == 3]
-    ranks = {
-        weight: contents.trained[adapter_names(weight)[0]][0] // (shape[0] if len(shape) == 3 else 1)
-        for weight, shape in shapes.items()
-    }
-    # The factor is alpha / rank, whichever formula the run had it from; peft writes an integer without a fraction.
-    exact = {weight: scaling * ranks[weight] for weight, scaling in contents.scalings.items()}
-    alphas: dict[str, Any] = {weight: int(a) if a == int(a) else a for weight, a in exact.items()}
-    first = next(iter(ranks))
-    modules = [weight.removesuffix(".weight") for weight in ranks if weight not in experts]
-    whole = sorted({base_name(name).rpartition(".")[0] for name in contents.trained if not is_adapter(name)})
-    config = LoraConfig(
-        task_type={"causal_lm": "CAUSAL_LM", "value": "TOKEN_CLS", "score": "SEQ_CLS"}[trained.head],
-        r=ranks[first],
-        lora_alpha=alphas[first],
-        rank_pattern={w.removesuffix(".weight"): r for w, r in ranks.items() if r != ranks[first]},
-        alpha_pattern={w.removesuffix(".weight"): a for w, a in alphas.items() if a != alphas[first]},
-        target_modules=modules or None,
-        target_parameters=experts or None,
-        modules_to_save=whole or None,
-        base_model_name_or_path=trained.model,
-        inference_mode=True,
-    )
-    with stored_tensors(trained.folder) as stored:
-        tensors = {adapter_file_name(name): trained.read(stored, name) for name in contents.trained}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(str(folder))
+CARD = "README.md"
+TRAINING_CONFIG = "training_config.yaml"
+_TASKS = {"causal_lm": "text-generation", "score": "text-classification", "value": "token-classification"}
 
 
 # Comparison
@@ -217,6 +120,120 @@ def model_outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits if logits.shape[-1] == 1 else logits.log_softmax(-1)
 
 
+# The hub
+
+
+def check_repository(repository: str) -> None:
+    """
+    Raises:
+        ConfigError: no name of a repository, or no token in the environment.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise config_error("--push", repository, str(error).splitlines()[0], "me/my-model") from error
+    if get_token() is None:
+        rule = "needs a token of the hub with write access: set HF_TOKEN, or log in with `hf auth login`"
+        raise config_error("--push", repository, rule)
+
+
+def push(folder: Path, repository: str, public: bool) -> str:
+    """Upload a folder as one commit, to a repository that is made if need be (one that exists keeps its visibility);
+    its URL. Raises ``OSError``: the hub refuses, or cannot be reached."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the httpx that it was built on
+
+    hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="roll", library_version=__version__)
+    try:
+        made = hub.create_repo(repository, private=not public, exist_ok=True)
+        hub.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=f"Exported by roll {__version__}")
+    except HTTPError as error:
+        raise OSError(f"the hub cannot be reached: {error}") from error
+    return str(made)
+
+
+def add_card(trained: TrainedModel, form: str, folder: Path, repository: str) -> None:
+    """Write the model card into an export, and beside it the configuration of the run, where that is still there."""
+    run = trained.folder.resolve().parent.parent.parent
+    resolved = run / RESOLVED_CONFIG
+    if resolved.is_file():
+        shutil.copyfile(resolved, folder / TRAINING_CONFIG)
+    (folder / CARD).write_text(model_card(trained, form, repository, run), encoding="utf-8")
+
+
+def _name(choice: Any) -> Any:
+    return choice.get("name") if isinstance(choice, dict) else choice
+
+
+def model_card(trained: TrainedModel, form: str, repository: str, run: Path) -> str:
+    """The model card: base model, data, algorithm, the first and last values of the curves, and the command; what the
+    folder of the ``run`` does not have (any more) is left out."""
+    config = _mapping(run / RESOLVED_CONFIG)
+    about = _mapping(run / RECORD_FOLDER / "run.json")
+    base = str(config.get("pretrain") or trained.contents.path or trained.model)
+    pipeline = str(about.get("pipeline") or config.get("pipeline") or "")
+    estimator = _name(config.get("estimator") or config.get("adv_estimator"))
+    files = list(dict.fromkeys(_data_files(config)))
+    at_hub = [name.removeprefix("hub:") for name in files if name.startswith("hub:")]
+    head: dict[str, Any] = {"library_name": FORMS[form], "pipeline_tag": _TASKS[trained.head]}
+    if not looks_like_folder(base) and not Path(base).exists():
+        head["base_model"] = base
+    if at_hub:
+        head["datasets"] = at_hub
+    head["tags"] = ["roll", *filter(None, (pipeline, estimator))]
+    # Folders of one's own host say nothing to others.
+    shown = {
+        "base model": head.get("base_model", Path(base).name),
+        "data": ", ".join(at_hub + [Path(name).name for name in files if not name.startswith("hub:")]),
+        "pipeline": pipeline,
+        "advantages": estimator,
+        "loss": _name(config.get("loss") or config.get("pg_variant")),
+        "steps": trained.state.get("step"),
+        "seed": config.get("seed"),
+    }
+    lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).rstrip(), "---", ""]
+    lines += [f"# {repository.rpartition('/')[2]}", "", f"Trained with roll {__version__}.", "", "| | |", "|---|---|"]
+    for name, value in shown.items():
+        if value not in (None, ""):
+            cell = str(value).replace("|", "\\|").replace("\n", " ")
+            lines.append(f"| {name} | {cell} |")
+    metrics = run / str(about.get("log_dir", "logs")) / METRICS_NAME
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    present = list(dict.fromkeys(name for row in rows for name in row))
+    curves = []
+    for key in dict.fromkeys(key for panel in about.get("panels", ()) for key in panel["keys"]):
+        shape = re.compile(re.escape(key).replace(r"\*", "[^/]+"))
+        for metric in filter(shape.fullmatch, present):
+            points = [(row["step"], row[metric]) for row in rows if metric in row]
+            ends = [f"{value:.4g} (step {step})" for step, value in (points[0], points[-1])]
+            curves.append(f"| `{metric}` | {ends[0]} | {ends[1]} |")
+    if curves:
+        lines += ["", "## Curves", "", "| metric | first | last |", "|---|---|---|", *curves]
+    if config:
+        lines += ["", "## Training", "", "```bash", f"roll run {TRAINING_CONFIG}", "```"]
+    return "\n".join([*lines, ""])
+
+
+def _data_files(section: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in section.items():
+        if key == "data_args" and isinstance(value, Mapping):
+            names = value.get("file_name") or []
+            yield from [names] if isinstance(names, str) else map(str, names)
+        elif key != "validation" and isinstance(value, Mapping):
+            yield from _data_files(value)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too
+    return found if isinstance(found, dict) else {}
+
+
 # Command
 
 
@@ -265,8 +282,6 @@ def _write(
     elif form == "peft":
         write_peft(trained, folder)
     else:
-        from roll.checkpoint.gguf_file import rounded, write_gguf
-
         path = write_gguf(trained, folder, options.dtype or "f16")
         rounding = partial(rounded, dtype=options.dtype or "f16")
     bound = BOUND_OF_MERGED[dtype] if trained.contents.scalings and form != "peft" else BOUND

@@ -24,9 +24,9 @@ from roll.checkpoint.manager import CheckpointManager
 from roll.checkpoint.tensors import WEIGHT, StoredTensors, stored_tensors
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import ModelArguments
-from roll.models.build import VALUE_HEAD, HeadName, checked_config, empty_model
+from roll.models.build import DTYPES, VALUE_HEAD, HeadName, build_model, checked_config, empty_model
 from roll.models.gguf_reading import dequantised_path
-from roll.models.loading import TensorFiles
+from roll.models.loading import TensorFiles, persistent_tensors
 from roll.models.lora import adapter_names, base_name, is_adapter, merged_weight
 from roll.models.stored import StoredLayout, other_names, use_names_of
 
@@ -141,6 +141,41 @@ def find_trained(path: Path, role: str | None, model: str | None) -> TrainedMode
         rule = "the checkpoint does not say which model its run began with; name it"
         raise config_error("--model", None, rule, "models/Qwen2.5-7B")
     return TrainedModel(folder, state, contents, dequantised_path(model))
+
+
+@torch.no_grad()
+def read_weights(arguments: ModelArguments, checkpoint: Path | None) -> dict[str, Tensor]:
+    """Tensors of a model (``arguments`` without adapters, and what ``checkpoint`` has in their place) as they travel to
+    engines, in the compute type; tied ones once."""
+    dtype = DTYPES[arguments.dtype]
+    # With a checkpoint in float32: adapters are merged before anything is rounded.
+    model = build_model(arguments, "causal_lm", dtype=dtype if checkpoint is None else torch.float32)
+    tensors = persistent_tensors(model)
+    layout = StoredLayout(model, {name: tensor.shape for name, tensor in tensors.items()}).on_the_way()
+    stored = dict(item for name, tensor in tensors.items() for item in layout.split(name, tensor.detach()))
+    if checkpoint is not None:
+        state = read_trainer_state(checkpoint)
+        path = str(arguments.model_name_or_path)
+        trained = TrainedModel(checkpoint, state, read_contents(state, checkpoint), path)
+
+        def base(name: str) -> Tensor:
+            return layout.joined({part.name: stored[part.name] for part in layout.parts(name)})[name]
+
+        with stored_tensors(trained.folder) as held:
+            buffers = {base_name(name): buffer for name, buffer in held.buffers().items()}
+            unknown = {*trained.trained, *trained.contents.scalings, *buffers} - tensors.keys()
+            if unknown:
+                raise CheckpointMismatchError(
+                    f"{checkpoint} holds {min(unknown)}, which the model {path} does not have: set pretrain to the "
+                    "model that it was trained from"
+                )
+            for name in tensors:
+                whole = buffers.get(name) if name in buffers else trained.weight(held, name, base)
+                stored |= {} if whole is None else dict(layout.split(name, whole))
+    return {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in stored.items()
+    }
 
 
 def config_error(key: str, value: str | None, rule: str, example: str | None = None) -> ConfigError:

@@ -36,7 +36,7 @@ from roll.config.roles import INVARIANT_ATTENTION
 from roll.models.attention import Scores, layout_attention
 from roll.models.experts import sparse_layers
 from roll.models.kernels import HAS_ONEDNN, differentiable, onednn_product
-from roll.models.layout_setup import FULL, attention_cap, logits_cap, replace_attention
+from roll.models.layout_setup import FULL, attention_cap, head_dim, logits_cap, replace_attention
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def check_processor(model: PreTrainedModel, dtype: torch.dtype) -> None:
         raise ValueError(f"{where}the activation of a row is another one in {len(x)} rows")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dim = head_dim(config)
     length = 2 * BLOCK + 9
     query = torch.randn(2, heads, length, dim, generator=random).to(dtype)
     key, value = torch.randn(2, 2, kv_heads, length, dim, generator=random).to(dtype).unbind()

@@ -37,6 +37,11 @@ def logits_cap(config: PretrainedConfig) -> float | None:
     return getattr(config.get_text_config(), "final_logit_softcapping", None)
 
 
+def head_dim(config: PretrainedConfig) -> int:
+    """Numbers of a head's key, from the configuration of a language model."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def use_layout_attention(model: PreTrainedModel, key: str) -> None:
     """Make ``model`` compute attention by :func:`layout_attention`.
 

@@ -12,7 +12,7 @@ REFERENCE_WORKER = "roll.workers.model.ModelWorker"
 GENERATION_WORKER = "roll.workers.generation.GenerationWorker"
 REWARD_MODEL_WORKER = "roll.workers.model.RewardModelWorker"
 REWARD_WORKER = "roll.rollout.rewarding.RewardWorker"
-STORED_WEIGHTS_WORKER = "roll.workers.stored_weights.StoredWeightsWorker"
+STORED_WEIGHTS_WORKER = "roll.workers.model.StoredWeightsWorker"
 
 
 def only_scores(section: WorkerConfig) -> bool:

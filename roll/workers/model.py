@@ -1,11 +1,11 @@
-"""Workers that run a model: the reference policy, every role that learns (what is minimised arrives with the call), and
-the reward model."""
+"""Workers that run a model: the reference policy, the reward model, and every role that learns (what is minimised
+arrives with the call); and one that sends stored weights to engines in a trainer's place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from roll.algorithms.reward_models import end_scores, scoring_batch
+from roll.checkpoint.trained_model import read_weights
 from roll.config.losses import SCORE_MEAN, SCORE_STD
 from roll.datasets.templates import chat_text
 from roll.distributed import Dispatch, Worker, register
@@ -28,7 +29,7 @@ from roll.strategies.base import LossFunction, ModelHead, ModelStrategy, Output,
 from roll.strategies.engines.scoring import ScoringStrategy
 from roll.strategies.factory import create_scoring_strategy, create_strategy
 from roll.strategies.training.micro_batches import merged_floats
-from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, Update
+from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, Update, iter_buckets
 from roll.weight_sync.quantization import quantized_names, rounded
 from roll.weight_sync.sender import RayEngines, WeightSender, build_transport
 
@@ -306,6 +307,41 @@ class TrainWorker(ModelWorker):
         for _ in buckets:
             pass
         return None
+
+
+class StoredWeightsWorker(Worker):
+    """Stands in for a trainer, so that one engine start serves many models: :meth:`open` chooses the model folder or
+    training checkpoint whose weights :meth:`send_weights` sends."""
+
+    _sender: WeightSender | None = None
+    _weights: Mapping[str, torch.Tensor]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def open(self, base: str, checkpoint: str | None) -> None:
+        """Read a model.
+
+        Args:
+            base: its folder or hub name.
+            checkpoint: the role's folder of a training checkpoint; what was trained replaces what ``base`` has.
+
+        Raises:
+            OSError: no such model. CheckpointMismatchError, CheckpointDamagedError: the checkpoint cannot be read.
+        """
+        arguments = self.context.role.model_args
+        plain = replace(arguments, model_name_or_path=base, lora_target=None, adapter_name_or_path=None)
+        self._weights = read_weights(plain, None if checkpoint is None else Path(checkpoint))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(
+        self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions
+    ) -> SyncReport | LostEngines:
+        """Like :meth:`TrainWorker.send_weights`."""
+        if self._sender is None:
+            transport = build_transport(options.transport, options.directory, "gloo", self.context.master_addr)
+            self._sender = WeightSender(transport, options.bucket_bytes)
+        buckets = iter_buckets(self._weights.items(), options.bucket_bytes)
+        update = Update(version, options.deadline, base_version, patience=options.patience)
+        return self._sender.try_send(buckets, RayEngines(engines), update)
 
 
 def prefixed(metrics: Metrics, prefix: str) -> Metrics:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll import cli
-from roll.checkpoint.gguf_file import rounded
+from roll.checkpoint.forms import rounded
 from roll.config import model_files
 from roll.config.installation import install_command
 from roll.config.model_files import dequantised_folder, loadable, model_config

@@ -43,7 +43,7 @@ from roll.weight_sync.encoding import MIB, SyncOptions
 from roll.weight_sync.sender import WeightSync
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
 from roll.workers.generation import GenerationWorker
-from roll.workers.stored_weights import StoredWeightsWorker
+from roll.workers.model import StoredWeightsWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
+from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, resumed, save_training
 from roll.config.installation import install_command
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, numbers, plan_zero, switch
 from roll.models.build import DTYPES, enable_gradient_checkpointing
@@ -25,7 +25,6 @@ from roll.platforms import Platform
 from roll.strategies.base import StateKind
 from roll.strategies.deepspeed.states import MasterStates, Run, full_shape, is_partitioned, set_masters
 from roll.strategies.training.adamw import adamw
-from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import MuonAndAdamW, hidden_matrices, muon_groups

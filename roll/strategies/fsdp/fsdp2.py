@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS, WEIGHT, Piece
+from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS, WEIGHT, Piece, resumed, save_training
 from roll.config.strategies.fsdp import Fsdp2StrategyConfig, ShardedStrategyConfig, WrapPolicy, frees_gathered
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings, tile_mlp_layers
 from roll.models.expert_parallel import ExpertMesh, row_runs
@@ -40,7 +40,6 @@ from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
 from roll.strategies.fsdp.exchange import exchange_over_gloo
 from roll.strategies.training.adamw import adamw, moment, set_moment
-from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, hidden_matrices, muon_groups

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from roll.models.layout_setup import head_dim
 from roll.models.lora import adapter_names
 from roll.models.stored import StoredLayout
 from roll.strategies.base import ModelHead
-from roll.strategies.megatron.parallel import head_dim, num_experts
+from roll.strategies.megatron.parallel import num_experts
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -22,6 +22,7 @@ from roll.config.roles import ModelArguments
 from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.megatron import OF_WHOLE_LAYERS, MegatronStrategyConfig
 from roll.models.build import checked_config, empty_model, local_folder
+from roll.models.layout_setup import head_dim
 from roll.strategies.base import ModelHead
 
 if TYPE_CHECKING:
@@ -50,10 +51,6 @@ def build_transformer_config(
     if settings["num_moe_experts"] is None:
         settings |= {"expert_model_parallel_size": 1, "moe_token_dispatcher_type": "alltoall"}
     return TransformerConfig(**(settings | more))
-
-
-def head_dim(hf: PretrainedConfig) -> int:
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def _architecture(hf: PretrainedConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from roll.checkpoint.contents import ModelContents
-from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, StoredTensors
+from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, StoredTensors, describe_model, resumed, save_training
 from roll.config.lora import uses_lora
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.models.build import freeze_modules
@@ -35,7 +35,6 @@ from roll.strategies.megatron.model import ResponseGPT
 from roll.strategies.megatron.optimizer import MasterStates, MatrixShapes, Named
 from roll.strategies.megatron.parallel import build_transformer_config, num_experts, rotary_frequencies, skeleton
 from roll.strategies.megatron.weights import OwnParameter, read_parameter
-from roll.strategies.training.checkpoint import describe_model, resumed, save_training
 from roll.strategies.training.muon import hidden_matrices
 from roll.strategies.training.optimizer import TrainingProgress
 

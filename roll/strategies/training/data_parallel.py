@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from roll.checkpoint.contents import ModelContents
+from roll.checkpoint.tensors import describe_model
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import MicroBatching
 from roll.models.build import build_model, checked_config
@@ -43,7 +44,6 @@ from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Mean, Metrics
 from roll.protocol.vision import IMAGES
 from roll.strategies.base import Comparisons, LossFunction, Output, Outputs, StateKind, TensorBatch
-from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.experts import ExpertBalance
 from roll.strategies.training.gather import GatheredWeights
 from roll.strategies.training.micro_batches import (
