@@ -25,8 +25,7 @@ import torch.distributed as dist
 from benchmarks.measuring import clock, peak_bytes
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import Output, TensorBatch
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import Output, TensorBatch, create_strategy
 from roll.strategies.training.optimizer import local_tensor, state_tensors
 
 VOCABULARY, LENGTH = 512, 64

@@ -28,9 +28,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.strategies.base import create_generation_strategy
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.strategies.factory import create_generation_strategy
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.strategy import create_decoder
 

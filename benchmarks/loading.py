@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.train_step import SHAPES, Contender, write_model
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import create_strategy
 
 CONTENDERS = [
     Contender("from_pretrained", None),

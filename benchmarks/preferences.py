@@ -35,8 +35,7 @@ from roll.algorithms.preferences import PairSums, pair_sums, preference_loss, un
 from roll.config.losses import PREFERENCE_LOSSES, PreferenceLossConfig
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.methods.preferences import PairLoss
-from roll.strategies.base import ModelStrategy, Output, TensorBatch
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import ModelStrategy, Output, TensorBatch, create_strategy
 
 console = Console(width=130, highlight=False)
 BETA, SMOOTHING, PAIRS = 0.1, 0.1, 8

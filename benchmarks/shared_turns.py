@@ -32,8 +32,7 @@ from benchmarks.train_step import SHAPES, loss_fn, write_model
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.models.layouts import tree_layout
 from roll.platforms import current_platform
-from roll.strategies.base import Output, TensorBatch
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import Output, TensorBatch, create_strategy
 
 Row = tuple[list[int], int]
 """Token ids, and how many of them, the last ones, are learnt from."""

@@ -26,8 +26,8 @@ from transformers import AutoTokenizer
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.models.gguf_reading import dequantised_path
+from roll.strategies.base import create_generation_strategy
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.strategies.factory import create_generation_strategy
 
 ARTIFACTS = Path(__file__).resolve().parents[1] / "examples/smollm2/artifacts"
 SPECULATIONS: dict[str, Any] = {

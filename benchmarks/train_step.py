@@ -40,8 +40,7 @@ import torch.distributed as dist
 from roll.config.roles import ModelArguments, OptimizerConfig, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.platforms import VISIBLE_DEVICES, current_platform
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import Output, TensorBatch
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import Output, TensorBatch, create_strategy
 
 if TYPE_CHECKING:
     from transformers import Qwen2Config

@@ -230,8 +230,7 @@ def by_strategy(
 
 def changed_shares(folder: Path, options: argparse.Namespace) -> None:
     """Train on random rows, and encode the weights after every step as ``delta`` would send them."""
-    from roll.strategies.base import Output
-    from roll.strategies.factory import create_strategy
+    from roll.strategies.base import Output, create_strategy
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import create_strategy
 
 REPEATS = 5
 PARTITION_ALL = {"zero_stage": 3, "zero_optimization": {"stage3_param_persistence_threshold": 0}}

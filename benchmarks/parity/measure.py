@@ -15,8 +15,7 @@ import torch
 from benchmarks.parity.layouts import ADAM_EPSILON, LEARNING_RATE, Layout
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, RankInfo, Sum, to_floats
-from roll.strategies.base import Output, TensorBatch
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import Output, TensorBatch, create_strategy
 from tests.strategies.samples import plain_model, plain_outputs, policy_loss, split_rows
 
 STEPS = 5

@@ -19,8 +19,8 @@ from markers import mark_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.strategies.base import create_generation_strategy
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.strategies.factory import create_generation_strategy
 
 PROMPTS, GROUP, MAX_NEW_TOKENS, CLIP = 32, 8, 36, 0.2
 ANSWER = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")

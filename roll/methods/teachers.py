@@ -115,8 +115,7 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
     """Reasons why this service cannot be a teacher, found by requests for a few of the student's ids."""
     from transformers import AutoTokenizer
 
-    from roll.strategies.engines.scoring import ALL
-    from roll.strategies.remote import PromptLogProbs, ServiceRefused
+    from roll.strategies.engines.scoring import ALL, PromptLogProbs, ServiceRefused
 
     tokenizer: Any = AutoTokenizer.from_pretrained(student)
     prompt = probe_ids(len(tokenizer), tokenizer.added_tokens_encoder.values(), min(PROBED, longest))

@@ -11,15 +11,15 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from roll.config.roles import WorkerConfig
@@ -31,7 +31,6 @@ from roll.models.kernels import use_liger, use_products
 from roll.models.layout_setup import dependent_rotaries, use_layout_attention
 from roll.models.layouts import on_device, padded
 from roll.models.log_probs import ResponseModel
-from roll.models.noise import Noise, changes_in_training
 from roll.models.self_test_rows import PADDED, Rows, rows_of
 from roll.models.small import Divided, small_model
 from roll.models.vision import reads_images
@@ -45,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 # Up to this difference of log-probs or values in float32 it is rounding, which linear attention amplifies to 1e-3.
 ROUNDING = 5e-3
+
+# Difference of logits that is too large for rounding, and passes in which it is looked for.
+NOISE = 1e-4
+SEEDS = 4
 
 # Errors of a forward pass whose code does not expect its input.
 FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
@@ -328,3 +331,59 @@ def changed_logits(model: PreTrainedModel) -> str | None:
         return f"its output matrix does not take the body's hidden states ({type(error).__name__}: {error})"
     off = float((logits.log_softmax(-1) - of_matrix.log_softmax(-1)).abs().max())
     return f"its logits are changed after the output matrix (log-probs by up to {off:.3g})" if off > ROUNDING else None
+
+
+Place = tuple[str, str]
+"""The class of a module, and its attribute: a number, or a module of dropout."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Places of randomness in training (dropout, jitter of routers), to be switched off where its probabilities are.
+
+    A policy must give the same probabilities in every pass, or the on-policy ratio is not 1.  Randomness without such a
+    probability (an expert drawn where its score ties) shows in a small copy in training mode, and the model is refused.
+    """
+
+    places: frozenset[Place] | None = frozenset()
+    """By class, so that it is found in a model whose copy was looked at; None: everything."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Noise:
+        return cls(frozenset(place for place, _, _ in _probabilities(model)))
+
+    def silence(self, model: nn.Module) -> None:
+        """Switch it off in ``model``, in place; the dropout of adapters stays."""
+        for place, module, attribute in _probabilities(model):
+            if self.places is None or place in self.places:
+                setattr(module, attribute, 0.0)
+
+
+def _probabilities(model: nn.Module) -> Iterator[tuple[Place, nn.Module, str]]:
+    """Every number above 0 by which ``model`` is random, with the module and the attribute that hold it."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, float) and value > 0 and ("drop" in attribute or "jitter" in attribute):
+                yield (kind, attribute), module, attribute
+        for child, inner in module.named_children():
+            if isinstance(inner, nn.Dropout) and inner.p > 0 and "lora_" not in name:
+                yield (kind, child), inner, "p"
+
+
+@torch.no_grad()
+def changes_in_training(model: nn.Module, input_ids: Tensor, wanted: Tensor) -> bool:
+    """True where the logits in training mode are not always ``wanted``; ``model`` is left in evaluation mode.
+
+    Args:
+        input_ids: int64 (S, T).
+        wanted: float (S, T, V).
+    """
+    model.train()
+    found = False
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        found = found or not torch.allclose(logits, wanted, rtol=0, atol=NOISE)
+    model.eval()
+    return found

@@ -34,10 +34,9 @@ from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.flow import sampling_params
-from roll.strategies.base import ALL_WEIGHTS, ModelStrategy, Output
+from roll.strategies.base import ALL_WEIGHTS, ModelStrategy, Output, create_generation_strategy, create_strategy
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
-from roll.strategies.factory import create_generation_strategy, create_strategy
 
 if TYPE_CHECKING:
     from roll.strategies.hf_infer.tracing import Trace

@@ -42,7 +42,7 @@ from roll.models.build import (
 from roll.models.experts import sparse_layers
 from roll.models.layouts import TokenLayout, TopTokens
 from roll.models.lora import add_adapters
-from roll.models.noise import Noise
+from roll.models.self_test import Noise
 from roll.protocol.metrics import Metrics
 from roll.rehearsal.stand_ins import as_on_device, fake_world
 from roll.rehearsal.tracker import Collective, Kind, Tally, Tracker

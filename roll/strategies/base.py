@@ -1,4 +1,4 @@
-"""The interface of a strategy: how a model is computed, hidden from the algorithms.
+"""The interface of a strategy: how a model is computed, hidden from the algorithms; and construction by name.
 
 Everything above a strategy sees right-padded batches: a dict of tensors with one batch dimension B and one length L,
 every per-token column of shape (B, L) and aligned to the token it describes.  ``log_probs[b, t]`` is the
@@ -7,6 +7,8 @@ at t = 0).  ``values[b, t]`` is the value of the state in which that token was s
 Packing, padding removal, sharding and micro-batching are internal to a strategy and never change these layouts.
 
 Every method marked *collective* must be called on all ranks of the cluster at the same time.
+
+A backend is imported only when the YAML names it: most are optional packages.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,13 +30,14 @@ from torch import Tensor
 from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import ParallelDims, StrategyConfig
-from roll.config.strategies.registry import train_strategies, trains, typed_strategy_config
+from roll.config.strategies.registry import BACKENDS, train_strategies, trains, typed_strategy_config
 from roll.models.layouts import TopTokens
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics, RankInfo, merge_metrics
 
 if TYPE_CHECKING:
     from roll.models.lora import Adapters
+    from roll.strategies.engines.base import GenerationStrategy
 
 TensorBatch = dict[str, torch.Tensor]
 """Columns of one batch. Always present: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
@@ -350,3 +354,35 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the storages of the tensors by address, each once; empty ones (all at address 0) are left out."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def create_strategy(
+    role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42, max_grad_norm: float | None = None
+) -> ModelStrategy:
+    """The strategy that ``role.strategy_args.strategy_name`` names, not yet initialised. ``max_grad_norm``: the
+    pipeline's; a training strategy uses it unless the role sets its own. Raises ValueError: an unknown name or one that
+    cannot compute batches."""
+    return _import(role, "computes", "compute batches")(role, head=head, seed=seed, max_grad_norm=max_grad_norm)
+
+
+def create_scoring_strategy(role: WorkerConfig, seed: int = 42) -> ModelStrategy:
+    """The scorer of given tokens (:class:`roll.strategies.engines.scoring.ScoringStrategy`) that
+    ``role.strategy_args.strategy_name`` names, not yet initialised. Raises ValueError: an unknown name or one that has
+    no such scorer."""
+    return _import(role, "scores", "give log-probs of given tokens only")(role, seed=seed)
+
+
+def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> GenerationStrategy:
+    """The generation engine that ``role.strategy_args.strategy_name`` names, not yet initialised. Raises ValueError: an
+    unknown name or one that cannot generate."""
+    return _import(role, "generates", "generate")(role, seed=seed)
+
+
+def _import(role: WorkerConfig, kind: Literal["computes", "generates", "scores"], purpose: str) -> Any:
+    name = role.strategy_args.strategy_name
+    paths = {strategy: getattr(backend, kind) for strategy, backend in BACKENDS.items() if getattr(backend, kind)}
+    if name not in paths:
+        rule = f"is not a strategy that can {purpose}; use one of {', '.join(paths)}"
+        raise ValueError(f"{role.name}.strategy_args.strategy_name: {name!r} {rule}")
+    module, _, attribute = paths[name].rpartition(".")
+    return getattr(import_module(module), attribute)

@@ -12,6 +12,7 @@ import torch
 from roll.distributed import Dispatch, Worker, register
 from roll.rewards.thoughts import response_decoder
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
+from roll.strategies.base import create_generation_strategy
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import (
     GenerationOutput,
@@ -21,7 +22,6 @@ from roll.strategies.engines.requests import (
     interrupted,
     visible_text,
 )
-from roll.strategies.factory import create_generation_strategy
 from roll.weight_sync.encoding import BucketHeader, Checksum, ChecksumKind, Update
 from roll.weight_sync.transports import WeightReceiver
 

@@ -25,9 +25,18 @@ from roll.protocol.metrics import Metrics, RankInfo, merge_metrics
 from roll.protocol.vision import IMAGES
 from roll.rewards.base import RewardResult, failure
 from roll.rollout.rewarding import ModelInput
-from roll.strategies.base import LossFunction, ModelHead, ModelStrategy, Output, StateKind, TensorBatch, WeightSelection
+from roll.strategies.base import (
+    LossFunction,
+    ModelHead,
+    ModelStrategy,
+    Output,
+    StateKind,
+    TensorBatch,
+    WeightSelection,
+    create_scoring_strategy,
+    create_strategy,
+)
 from roll.strategies.engines.scoring import ScoringStrategy
-from roll.strategies.factory import create_scoring_strategy, create_strategy
 from roll.strategies.training.micro_batches import merged_floats
 from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, Update, iter_buckets
 from roll.weight_sync.quantization import quantized_names, rounded

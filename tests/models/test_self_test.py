@@ -20,8 +20,7 @@ from roll.models import self_test, small, vision
 from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import packed_layout, row_layout
 from roll.models.log_probs import ResponseModel
-from roll.models.noise import Noise
-from roll.models.self_test import check_role, plain_values
+from roll.models.self_test import Noise, check_role, plain_values
 from roll.models.self_test_rows import rows_of
 from roll.models.small import ORIGINAL_LENGTH, Divided, small_model
 from roll.platforms import current_platform

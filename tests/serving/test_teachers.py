@@ -34,8 +34,7 @@ from roll.models.distributions import Vocabulary, top_tokens
 from roll.models.layouts import TopTokens
 from roll.protocol import DataProto
 from roll.rehearsal.formulas import quick_lines
-from roll.strategies.engines.scoring import listed_tokens
-from roll.strategies.remote import PromptLogProbs, RemoteScoring, ServiceRefused
+from roll.strategies.engines.scoring import PromptLogProbs, RemoteScoring, ServiceRefused, listed_tokens
 from roll.workers.model import ScoringWorker
 from tests.config.good import load, mistakes
 from tests.support.tiny_runs import write_untrained

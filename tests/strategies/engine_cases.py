@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.models.stored import StoredLayout
+from roll.strategies.base import create_generation_strategy
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
-from roll.strategies.factory import create_generation_strategy
 from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies.engine_models import jolt
 from tests.strategies.hf_infer import helpers

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from roll.config.roles import WorkerConfig
 from roll.models import kernels
 from roll.protocol.metrics import Metrics, to_floats
-from roll.strategies.base import ModelHead, Output
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import ModelHead, Output, create_strategy
 from roll.strategies.fsdp.fsdp1 import clean_name
 from roll.strategies.training import data_parallel, micro_batches
 from roll.strategies.training.optimizer import local_tensor

@@ -11,7 +11,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies import registry
 from roll.config.strategies.base import Backend, StrategyConfig
 from roll.protocol.metrics import to_floats
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import create_strategy
 from roll.strategies.training.adamw import adamw
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.optimizer import TrainingProgress, decay_groups

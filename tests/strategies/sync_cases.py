@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from roll.config.roles import StrategyArguments, WorkerConfig
-from roll.strategies.base import WeightSelection
-from roll.strategies.factory import create_generation_strategy, create_strategy
+from roll.strategies.base import WeightSelection, create_generation_strategy, create_strategy
 from roll.strategies.hf_infer import HfInferStrategy
 from roll.weight_sync.encoding import Update
 from roll.weight_sync.sender import WeightSender

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from roll.config.roles import StrategyArguments, WorkerConfig
-from roll.strategies.base import ModelHead
-from roll.strategies.factory import create_generation_strategy, create_strategy
+from roll.strategies.base import ModelHead, create_generation_strategy, create_strategy
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from tests.strategies import jobs, own_backend
 from tests.strategies.samples import PACKING, make_batch, make_role, split_rows

@@ -12,7 +12,7 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.models.build import build_model
 from roll.models.loading import TensorFiles
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import create_strategy
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training.optimizer import local_tensor
 from tests.strategies.jobs import weights_of

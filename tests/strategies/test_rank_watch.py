@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.strategies.engines.packaged import RankWatch
+from roll.strategies.engines.base import RankWatch
 from tests.support.processes import have_ended
 
 

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
-from roll.strategies.base import ModelHead
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import ModelHead, create_strategy
 from roll.workers.model import check_has_score, last_token_scores
 
 SEQUENCES = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 0, 0, 3], [30, 31]]

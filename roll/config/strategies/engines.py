@@ -325,4 +325,4 @@ class RemoteStrategyConfig(StrategyConfig):
             problems.note(f"{name}.device_mapping", "has no effect: the model is computed elsewhere")
 
 
-REMOTE = Backend("remote", RemoteStrategyConfig, scores="roll.strategies.remote.RemoteScoring", is_remote=True)
+REMOTE = Backend("remote", RemoteStrategyConfig, scores="roll.strategies.engines.scoring.RemoteScoring", is_remote=True)

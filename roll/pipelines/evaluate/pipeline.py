@@ -42,7 +42,7 @@ from roll.rollout.groups import Group, Sample, SampleGroup
 from roll.rollout.loops import GroupSettings, RolloutContext
 from roll.rollout.rewarding import ModelScorer, RewardClient
 from roll.strategies.engines.requests import FinishReason, SamplingParams
-from roll.strategies.remote import RemoteService, ServiceRefused
+from roll.strategies.engines.scoring import RemoteService, ServiceRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

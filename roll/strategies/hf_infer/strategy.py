@@ -26,7 +26,7 @@ from roll.models.build import (
 from roll.models.experts import RoutingRecorder, sparse_layers
 from roll.models.invariant import ELEMENTS, check_processor, computes_invariantly, is_invariant, make_invariant
 from roll.models.kernels import use_products
-from roll.models.layout_setup import dependent_rotaries, longest_alike
+from roll.models.layout_setup import FULL, SLIDING, dependent_rotaries, longest_alike
 from roll.models.stored import StoredLayout, use_names_of
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
@@ -36,9 +36,8 @@ from roll.strategies.engines.requests import PromptScore, longest_sequence
 from roll.strategies.engines.sampling import JsonGrammars
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import FULL, LINEAR, SLIDING, GenericDecoder
+from roll.strategies.hf_infer.generic import LINEAR, GenericDecoder, VisionDecoder
 from roll.strategies.hf_infer.self_test import check_engine
-from roll.strategies.hf_infer.vision import VisionDecoder
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.weight_sync.encoding import tensor_checksum
 

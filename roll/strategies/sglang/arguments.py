@@ -15,7 +15,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.engines import SglangStrategyConfig
 from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
-from roll.strategies.engines.packaged import cache_numbers, typed_arguments
+from roll.strategies.engines.base import cache_numbers, typed_arguments
 from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
@@ -25,8 +25,7 @@ from roll.strategies.engines.requests import (
     VersionSpan,
     continued,
 )
-from roll.strategies.sglang.scheduler import BACKEND
-from roll.strategies.sglang.weights import LOADER, REPORTER
+from roll.strategies.sglang.scheduler import BACKEND, LOADER, REPORTER
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

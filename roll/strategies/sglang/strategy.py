@@ -21,12 +21,11 @@ from sglang.srt.utils import MultiprocessingSerializer
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.engines import SGLANG, SglangStrategyConfig
 from roll.platforms import current_platform
-from roll.strategies.engines.packaged import PackagedEngine, check_version
+from roll.strategies.engines.base import PackagedEngine, check_version
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, StopStringMatcher, check_request
 from roll.strategies.engines.sampling import stream_key
 from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
-from roll.strategies.sglang.scheduler import TokenEngine
-from roll.strategies.sglang.weights import LOADER, REPORTER, agreed_checksums
+from roll.strategies.sglang.scheduler import LOADER, REPORTER, TokenEngine, agreed_checksums
 from roll.weight_sync.encoding import WeightBucket
 
 logger = logging.getLogger(__name__)

@@ -37,8 +37,7 @@ from roll.models.layouts import TokenLayout, TopTokens, on_device, padded, with_
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import add_adapters, base_name
-from roll.models.noise import Noise
-from roll.models.self_test import check_role, use_own_operations
+from roll.models.self_test import Noise, check_role, use_own_operations
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Mean, Metrics

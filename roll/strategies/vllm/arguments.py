@@ -18,7 +18,7 @@ from roll.models.build import DTYPES, folder_config, overrides
 from roll.platforms import Platform
 from roll.protocol.images import EncodedVideo, EngineTime
 from roll.protocol.vision import VisionInputs, check_images, vision_token_ids
-from roll.strategies.engines.packaged import cache_numbers, typed_arguments
+from roll.strategies.engines.base import cache_numbers, typed_arguments
 from roll.strategies.engines.requests import GenerationOutput, SamplingParams
 from roll.strategies.engines.sampling import schema_grammar, stream_key
 

@@ -20,7 +20,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.engines import VLLM, VllmStrategyConfig
 from roll.platforms import current_platform
 from roll.protocol.vision import VisionInputs
-from roll.strategies.engines.packaged import PackagedEngine, RankWatch, check_version
+from roll.strategies.engines.base import PackagedEngine, RankWatch, check_version
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
@@ -29,7 +29,6 @@ from roll.strategies.engines.requests import (
     check_request,
     continued,
 )
-from roll.strategies.vllm import speculation
 from roll.strategies.vllm.arguments import (
     ImagePrompts,
     by_position,
@@ -38,7 +37,7 @@ from roll.strategies.vllm.arguments import (
     sampling_params,
 )
 from roll.strategies.vllm.verification import quieten
-from roll.strategies.vllm.worker import POLICY, RankMemory, check_results, joined_checksums
+from roll.strategies.vllm.worker import POLICY, DraftCounts, RankMemory, check_results, joined_checksums
 from roll.weight_sync.encoding import Checksum
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class VllmStrategy(PackagedEngine):
         self._records_routes = role.router_replay.mode == "R3"
         self._num_experts = 0
         self._memory = RankMemory()
-        self._drafts: speculation.DraftCounts | None = None
+        self._drafts: DraftCounts | None = None
         self._watch = RankWatch([])
 
     def initialize(self) -> None:
@@ -229,8 +228,8 @@ class VllmStrategy(PackagedEngine):
         finally:
             self._scoring = {}
 
-    def _count_drafts(self, vllm_config: VllmConfig, engine_index: int) -> speculation.DraftCounts:
-        self._drafts = speculation.DraftCounts(vllm_config, engine_index)
+    def _count_drafts(self, vllm_config: VllmConfig, engine_index: int) -> DraftCounts:
+        self._drafts = DraftCounts(vllm_config, engine_index)
         return self._drafts
 
     @property

@@ -1,4 +1,5 @@
-"""Ranks of a vLLM engine: weights and adapters inside vLLM's worker, and how the engine's process reaches them.
+"""Ranks of a vLLM engine: weights and adapters inside vLLM's worker, how the engine's process reaches them, and repairs
+of speculative decoding, with its counts.
 
 vLLM fuses matrices (query, key and value; gate and up) and, on a CPU, packs them for oneDNN, after which the values
 cannot be read back. So an update goes through its layer-by-layer reload: a layer whose tensors are all there is
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -18,14 +19,16 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_world_group
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.sample import rejection_sampler
 
 from roll.models.lora import DOWN_PART, UP_PART
-from roll.strategies.vllm.speculation import repair_sampling
 from roll.strategies.vllm.verification import ReloadVerifier, meant_part, quieten
 from roll.weight_sync.encoding import Checksum, tensor_checksum
 from roll.weight_sync.transports import Receiver, SharedMemorySender, SharedPayload
@@ -227,3 +230,49 @@ def _end_with(parent: int) -> None:
         time.sleep(_WATCH_SECONDS)
     time.sleep(_WATCH_SECONDS)
     os._exit(1)
+
+
+class DraftCounts(StatLoggerBase):
+    """A logger for vLLM, called after each of its steps. Counts since the start, under the names of
+    :attr:`~roll.strategies.engines.base.GenerationStrategy.counts`."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def record(self, scheduler_stats: Any, *further: Any, **named: Any) -> None:
+        stats = scheduler_stats and scheduler_stats.spec_decoding_stats
+        if stats is not None:
+            self.counts["drafts"] += stats.num_drafts
+            self.counts["drafted_tokens"] += stats.num_draft_tokens
+            self.counts["accepted_tokens"] += stats.num_accepted_tokens
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: the strategy logs what the engine has."""
+
+
+def repair_sampling(on_cpu: bool) -> None:
+    """Repair, in this process, what vLLM 0.32 does with drafts.
+
+    - Where no request of a batch has one, filtering by ``top_k`` fails on the empty rows.
+    - On a CPU, what gives each drafted token the temperature, ``top_k`` and ``top_p`` of its request writes them into a
+      converted copy of its output: sampling then reads memory which nobody has written, and log-probs are of no
+      distribution at all.
+    """
+    rejection_sampler.apply_sampling_constraints = _constrained
+    if on_cpu:
+        rejection_sampler.expand_batch_to_tokens = _expanded
+
+
+_apply_sampling_constraints = rejection_sampler.apply_sampling_constraints
+
+
+def _constrained(logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+    return _apply_sampling_constraints(logits, cu_num_draft_tokens, sampling_metadata) if len(logits) else logits
+
+
+def _expanded(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Values (requests,), each repeated for its request's drafted tokens, which end at ``cu_num_tokens``."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=num_tokens)

@@ -23,7 +23,7 @@ import roll.strategies.deepspeed
 assert "deepspeed" not in sys.modules, "only a role that uses it imports it"
 import torch.distributed as dist
 from roll.strategies.base import Output
-from roll.strategies.factory import create_strategy
+from roll.strategies.base import create_strategy
 from tests.strategies.samples import make_batch, make_role, policy_loss
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=0, world_size=1)
 config = {"zero_stage": 3, "offload": "cpu", "offload_param": True}

@@ -8,8 +8,8 @@ import torch
 
 from roll.protocol.vision import vision_token_ids
 from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.hf_infer.generic import VisionDecoder
 from roll.strategies.hf_infer.strategy import create_decoder
-from roll.strategies.hf_infer.vision import VisionDecoder
 from tests.strategies.vision_cases import vision_keywords
 from tests.vision_models import VisionPrompt
 

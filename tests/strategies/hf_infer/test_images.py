@@ -11,7 +11,7 @@ import torch
 
 from roll.protocol.vision import vision_token_ids
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
-from roll.strategies.hf_infer.vision import VisionDecoder
+from roll.strategies.hf_infer.generic import VisionDecoder
 from tests import vision_models
 from tests.strategies.hf_infer.helpers import greedy, run
 from tests.strategies.hf_infer.images import build_engine, forward

@@ -173,7 +173,7 @@ def wrong_arguments() -> list[str]:
     """Messages about engine arguments of wrong types, by the engine's own class."""
     from sglang.srt.server_args import ServerArgs as declared
 
-    from roll.strategies.engines.packaged import typed_arguments
+    from roll.strategies.engines.base import typed_arguments
 
     typed_arguments({"chunked_prefill_size": 512}, declared, "actor_infer")
     with pytest.raises(ValueError, match="chunked_prefill_size") as raised:

@@ -397,7 +397,7 @@ def wrong_arguments() -> list[str]:
     """Messages about engine arguments of wrong types, by the engine's own class."""
     from vllm.engine.arg_utils import EngineArgs as declared
 
-    from roll.strategies.engines.packaged import typed_arguments
+    from roll.strategies.engines.base import typed_arguments
 
     found = []
     for name, right in {"optimization_level": 1, "disable_custom_all_reduce": True}.items():

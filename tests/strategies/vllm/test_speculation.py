@@ -1,6 +1,6 @@
 """Drafts change no distribution: log-probs, greedy tokens, and what is sampled where a draft is verified (chi-square).
 
-Without the repairs of :mod:`roll.strategies.vllm.speculation` log-probs are 12 nats off, and weight updates are found
+Without the repairs of :mod:`roll.strategies.vllm.worker` log-probs are 12 nats off, and weight updates are found
 wrong.
 """
 
