@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from roll.agents.tools import McpServer, Tool, ToolBox, ToolError, ToolResult, tool_of
+from roll.config.objects import imported
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import memory_file, os_null, read_file
@@ -234,8 +234,8 @@ def load_function(path: object, key: str) -> Callable[..., Any]:
     """Import the function or class at a dotted path. Raises ``ToolError``: there is none; the message begins with
     ``key``."""
     try:
-        found = resolve_name(str(path).replace(":", "."))
-    except (ImportError, AttributeError, ValueError) as error:
+        found = imported(str(path))
+    except ImportError as error:
         raise ToolError(f"{key}: {path!r} cannot be imported: {error}") from error
     if not callable(found):
         raise ToolError(f"{key}: {path!r} is no dotted path of a function")

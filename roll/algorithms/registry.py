@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
+from roll.config.objects import imported
 from roll.config.reading.errors import Problems, did_you_mean
 from roll.config.reading.fields import Choice, Row, Table
 from roll.config.reading.schema import SchemaReader, build
@@ -103,13 +103,11 @@ class Registry(Generic[F]):
                 f"unknown {self.kind} {name!r}; {nearest}known: {', '.join(self._names)}; "
                 "or the dotted path of your own function"
             )
-        module_name, _, attribute = name.replace(":", ".").rpartition(".")
         try:
-            function = getattr(importlib.import_module(module_name), attribute)
-        except Exception as error:  # A module of the user's own may raise anything.
-            reason = f"{type(error).__name__}: {error}" if not isinstance(error, ModuleNotFoundError) else str(error)
+            function = imported(name)
+        except ImportError as error:
             raise ValueError(
-                f"{self.kind} {name!r} cannot be imported: {reason}; give package.module.function"
+                f"{self.kind} {name!r} cannot be imported: {error}; give package.module.function"
             ) from error
         if not callable(function):
             raise ValueError(f"{self.kind} {name!r} is a {type(function).__name__}, not a function")

@@ -1,6 +1,6 @@
-"""Functions and classes that a configuration from Python holds as objects, each under a dotted path.
+"""The user's code by dotted path: :func:`imported` gives what is there.
 
-The rest of the package finds a user's code by dotted path. What can be imported has one; what cannot (a function of a
+What a configuration from Python holds as an object has a path if it can be imported. What cannot (a function of a
 script or a notebook, a lambda, a partial) becomes an attribute of this module in every process of the run: a process
 that is started gets :func:`pickles` and keeps them by :func:`adopt` until the attribute is read.
 """
@@ -10,12 +10,48 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from itertools import count
+from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 _objects: dict[str, Any] = {}
 _pickles: dict[str, bytes] = {}
+
+
+def own_module(name: str) -> ModuleType:
+    """A user's module. Raises ``ImportError``, whatever the module raised: the message says what and where."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+        raise ImportError(f"{type(error).__name__}: {error}{place}") from error
+
+
+def imported(path: str) -> Any:
+    """The object at ``package.module.name`` or ``package.module:name``. Raises ``ImportError``: there is none, or its
+    module cannot be imported."""
+    path = path.replace(":", ".")
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ImportError("it names no module: write package.module.name")
+    try:
+        return getattr(own_module(module), name)
+    except AttributeError as error:
+        raise ImportError(str(error)) from error
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise
+    try:
+        return resolve_name(path)  # an attribute of a class
+    except AttributeError as error:
+        raise ImportError(str(error)) from error
 
 
 def path_of(value: object, pickled: Callable[[Any], bytes]) -> str:

@@ -5,7 +5,6 @@ Such a module imports neither torch nor ray at its top, since ``roll check`` imp
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, Generic
 
 from typing_extensions import TypeVar
 
+from roll.config.objects import imported
 from roll.config.plan.plan import Plan
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.rewards import worker_name
@@ -389,10 +389,9 @@ def definitions() -> tuple[PipelineDefinition, ...]:
 def load_definition(path: str) -> PipelineDefinition:
     """The definition at a dotted path, such as ``my_module.MyPipeline``. Raises ``ValueError``: there is nothing at the
     path, or no complete subclass of :class:`PipelineDefinition`."""
-    module_name, _, attribute = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+        found = imported(path)
+    except ImportError as error:
         raise ValueError(f"cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, PipelineDefinition)):
         raise ValueError("must be a subclass of roll.config.pipelines.PipelineDefinition")

@@ -6,9 +6,9 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any, TypeGuard
 
+from roll.config.objects import imported
 from roll.config.roles import DataArguments
 from roll.datasets.reading import SourceRow, whole_characters
 from roll.datasets.types import DataError
@@ -232,8 +232,8 @@ def as_number(source: SourceRow, column: str, wanted_by: str) -> float:
 
 def import_function(path: str) -> Callable[..., Any]:
     try:
-        function = resolve_name(path.replace(":", "."))
-    except (ImportError, AttributeError, ValueError) as error:
+        function = imported(path)
+    except ImportError as error:
         raise DataError(f"dataset_filter {path!r} cannot be imported: {error}") from error
     if not callable(function):
         raise DataError(f"dataset_filter {path!r} is {type(function).__name__}, not a function")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from roll.config.installation import dotted_path, offered
+from roll.config.objects import imported
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import dotted
 from roll.rewards.base import finite_number
@@ -313,8 +314,8 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
     if "/" in env_type.partition(":")[0]:
         raise EnvironmentOptionError(f"env_type {env_type!r} must be a dotted path, such as {dotted(env_type)}")
     try:
-        return _load(module, attribute)
-    except (ImportError, AttributeError) as error:
+        return imported(f"{module}.{attribute}")
+    except ImportError as error:
         prefix, colon, _ = env_type.partition(":")
         hint = did_you_mean(prefix, _ADAPTERS, "; did you mean the prefix {!r}?") if colon else ""
         raise EnvironmentOptionError(f"env_type {env_type!r} cannot be imported: {error}{hint}") from error

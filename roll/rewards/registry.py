@@ -4,13 +4,13 @@ function), and of sections ``rewards.<name>``: one rule, or several that make on
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll.config.installation import dotted_path, offered
+from roll.config.objects import own_module
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.schema import Mismatch, convert
 from roll.config.rewards import (
@@ -114,7 +114,7 @@ def load_target(name: str) -> Any:
     path = REWARDS[name].target if name in REWARDS else name
     module_name, _, attribute = path.rpartition(".")
     try:
-        module = importlib.import_module(module_name)
+        module = own_module(module_name)
     except ImportError as error:
         raise RewardNameError(f"worker_cls {path!r}: cannot import {module_name!r}: {error}") from error
     target = getattr(module, attribute, None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roll.config.installation import dotted_path, offered
+from roll.config.objects import imported
 from roll.config.pipelines import find_own_modules
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import DOTTED_PATH
@@ -129,10 +129,9 @@ def own_tracker(name: str) -> type[Tracker]:
         hint = did_you_mean(name, known, "; did you mean {}?")
         raise ValueError(f"track_with: {name!r} is no tracker; there are {', '.join(known)}{hint}")
     find_own_modules()
-    module, _, attribute = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = imported(path)
+    except ImportError as error:
         raise ValueError(f"track_with: {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Tracker)) or inspect.isabstract(found):
         raise ValueError(f"track_with: {name!r} must be a subclass of roll.tracking.Tracker with log and log_samples")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pkgutil import resolve_name
 
 from roll.config.installation import offered
+from roll.config.objects import imported
 from roll.config.reading.errors import ConfigError, Problems, closest_value
 from roll.config.reading.fields import Table
 from roll.config.reading.legacy_keys import dead_keys
@@ -28,10 +28,10 @@ BACKENDS: Table[Backend] = Table("strategy_name", FSDP2, FSDP1, DEEPSPEED, MEGAT
 
 for _name, _path in offered("strategies").items():
     try:
-        _backend: Backend = resolve_name(_path)
-    except Exception as error:  # whatever a package of somebody else raises
+        _backend: Backend = imported(_path)
+    except ImportError as error:
         rule = f"the installed package that offers roll.strategies {_name!r} cannot be imported from {_path}"
-        raise ImportError(f"{rule}: {type(error).__name__}: {error}; mend or uninstall it") from error
+        raise ImportError(f"{rule}: {error}; mend or uninstall it") from error
     if not BACKENDS.keys() & set(_backend.names):
         BACKENDS.add(_backend)
 

@@ -3,7 +3,6 @@ environments, filters, templates. Torch-free."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from roll.agents.programs import TasksetError, is_taskset, number_of_tasks
 from roll.config.data import TEMPLATE_ENDINGS
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_config, model_folder
+from roll.config.objects import imported
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
@@ -361,10 +361,9 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
 
 def own_group_filter(path: str) -> OwnGroupFilter:
     """An object of the class at a dotted path; ValueError: there is no such class, or it has no method ``filter``."""
-    module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        built = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError) as error:
+        built = imported(path)()
+    except (ImportError, TypeError) as error:
         raise ValueError(f"{path!r} cannot be built: {error}") from error
     if not callable(getattr(built, "filter", None)):
         raise ValueError(f"{path!r} has no method filter(group_id, episode_id, group) -> bool")
