@@ -1,15 +1,15 @@
 """How far each operation of vLLM is from the trainer's, for equal inputs, and whether it depends on the batch.
 
-    python -m benchmarks.vllm_operations [--model FOLDER] [--dtype float32] [--tokens 64]
+    python -m benchmarks.vllm_operations --model FOLDER [--dtype float32] [--tokens 64]
 
-vLLM reads one prompt.  The inputs that each operation of each layer got are given to the same operation of
+vLLM prefills one prompt.  The inputs that each operation of each layer got are given to the same operation of
 transformers' model as the trainers run it (products by oneDNN, attention by ``scaled_dot_product_attention``), so a
-difference is that operation's own and not one that an earlier layer handed on.  ``rows alone`` gives vLLM's operation
-the tokens one by one: what differs then makes a log-prob depend on what else is in the batch.  The last row compares a
-token's final hidden state as it is decoded with that of a prompt which has it: the attention of both, and all of the
-rest.  Shares are of numbers that differ in any bit; the largest difference is relative to the largest output.
+difference is that operation's own and not inherited from an earlier layer.  ``rows alone`` gives vLLM's operation
+the tokens one at a time: if the result differs, a log-prob depends on what else is in the batch.  The last row compares
+the final hidden state of a decoded token with that of the same token in a prefill.  Shares are of elements that differ
+in any bit; the largest difference is relative to the largest output.
 
-Needs ``pip install -e '.[vllm]'`` and a dense Llama, Qwen2 or Qwen3.
+Needs ``pip install -e '.[vllm]'`` and a dense model of the Llama architecture; SmolLM2 was measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be in this process
@@ -34,7 +33,6 @@ from vllm import LLM, SamplingParams
 
 from roll.models.kernels import use_products
 
-MODEL = Path(__file__).resolve().parent.parent / "examples/tiny/artifacts/seed0/warm_start/model"
 PARTS = (
     "input_layernorm",
     "self_attn.qkv_proj",
@@ -124,7 +122,7 @@ def difference(found: Tensors, expected: Tensors) -> tuple[float, float]:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
@@ -155,14 +153,14 @@ def main() -> None:
     rows = (torch.cat([model.compute_logits(row) for row in hidden[0].split(1)]),)
     shares["lm_head"].append((*difference(logits, by_trainer(trainer, "lm_head", hidden)), *difference(rows, logits)))
     decoding = recorded(engine, ["model.norm"], ids.tolist(), decoded=1)[1]["model.norm"][1][:1]
-    reading = recorded(engine, ["model.norm"], [*ids.tolist(), following])[1]["model.norm"][1][:1]
+    prefill = recorded(engine, ["model.norm"], [*ids.tolist(), following])[1]["model.norm"][1][:1]
     table = Table("operation", "unlike the trainer's", "by at most", "unlike its rows alone", "by at most")
     for part, figures in shares.items():
         share, most, lonely, lonely_most = (column.tolist() for column in torch.tensor(figures).T)
         means = [sum(share) / len(share), max(most), sum(lonely) / len(lonely), max(lonely_most)]
         table.add_row(part, f"{means[0]:.1%}", f"{means[1]:.1e}", f"{means[2]:.1%}", f"{means[3]:.1e}")
-    share, most = difference(decoding, (reading[0][-1:],))
-    table.add_row("decoding, unlike reading", "", "", f"{share:.1%}", f"{most:.1e}")
+    share, most = difference(decoding, (prefill[0][-1:],))
+    table.add_row("decoding, unlike prefill", "", "", f"{share:.1%}", f"{most:.1e}")
     Console(width=110).print(table)
 
 

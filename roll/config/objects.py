@@ -50,7 +50,7 @@ def imported(path: str) -> Any:
             raise
     try:
         return resolve_name(path)  # an attribute of a class
-    except AttributeError as error:
+    except (AttributeError, ValueError) as error:  # ValueError: no dotted path, such as "my_module..name"
         raise ImportError(str(error)) from error
 
 

@@ -303,8 +303,8 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
     """The class or function of a name or dotted path. Raises ``EnvironmentOptionError``: there is none."""
     if env_type in BUILT_IN:
         return _load(*BUILT_IN[env_type])
-    module, _, attribute = dotted_path("environments", env_type).replace(":", ".").rpartition(".")
-    if not module:
+    path = dotted_path("environments", env_type).replace(":", ".")
+    if "." not in path:
         known = sorted((*BUILT_IN, *offered("environments")))
         hint = did_you_mean(env_type, known)
         raise EnvironmentOptionError(
@@ -314,7 +314,7 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
     if "/" in env_type.partition(":")[0]:
         raise EnvironmentOptionError(f"env_type {env_type!r} must be a dotted path, such as {dotted(env_type)}")
     try:
-        return imported(f"{module}.{attribute}")
+        return imported(path)
     except ImportError as error:
         prefix, colon, _ = env_type.partition(":")
         hint = did_you_mean(prefix, _ADAPTERS, "; did you mean the prefix {!r}?") if colon else ""

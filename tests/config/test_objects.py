@@ -62,3 +62,5 @@ def test_an_attribute_of_a_class_has_a_path_too() -> None:
         imported("pathlib.Path.nobody")
     with pytest.raises(ImportError, match="names no module"):
         imported("keep")
+    with pytest.raises(ImportError, match="invalid format"):
+        imported("own_code..keep")

@@ -102,6 +102,17 @@ def test_an_operation_moves_what_it_reads_and_writes(work: Callable[[torch.Tenso
     assert abs(bytes_moved(work) - tensors * 4096) <= 4  # a sum is a number
 
 
+def test_scattering_moves_index_and_source_and_a_part_of_the_target() -> None:
+    index, source = torch.arange(8), torch.ones(8, 32)
+    part = 8 * 32 * 4
+    for scatter in (
+        lambda x: x.index_add_(0, index, source),
+        lambda x: x.index_copy_(0, index, source),
+        lambda x: x.index_put_((index,), source),
+    ):
+        assert bytes_moved(scatter) == 8 * 8 + 3 * part
+
+
 def test_a_cache_keeps_what_was_used_last() -> None:
     assert bytes_moved(lambda x: (x + 1.0, x + 1.0), cache=1 << 20) == 4096, "what is freed in time is never written"
     assert bytes_moved(lambda x: x + (x + 1.0), cache=1 << 20) == 4096, "what is in the cache is not read again"

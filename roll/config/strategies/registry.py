@@ -1,6 +1,7 @@
 """The registry of backends and engines, and the typed options of each strategy (``strategy_args.strategy_config``).
 
-A :class:`Backend` is described in a file next to this one; :data:`BACKENDS` is the only list of them.
+A :class:`Backend` is described in a file next to this one, those of engines in ``engines.py``; :data:`BACKENDS` is the
+only list of them.
 ``StrategyArguments.strategy_config`` holds what the user wrote; :func:`typed_strategy_config` gives the checked
 dataclass of the chosen strategy.  A key that belongs to another strategy is left out (the loader says so in one line),
 so that one changed ``strategy_name`` is a whole switch of backend; a key that no strategy knows is an error."""
