@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from roll.weight_sync.other_transports import process_group
+from roll.weight_sync.device_transports import process_group
 
 DEADLINE = 300.0
 _CHUNK = 1 << 28

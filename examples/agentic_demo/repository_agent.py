@@ -22,7 +22,7 @@ from typing import Any
 from roll.agents.agent_options import ToolAgentOptions
 from roll.agents.built_in_tools import PythonTool, ToolSet
 from roll.agents.episode import Episode, EpisodeOver, Model, Task
-from roll.agents.registry import ToolAgent
+from roll.agents.tool_agent import ToolAgent
 from roll.agents.tools import Tool, ToolBox, ToolError, ToolResult
 from roll.rewards.base import GuardedReward, RewardSample
 from roll.rewards.registry import build_reward

@@ -246,8 +246,8 @@ def hand_over(index_text: str) -> None:
     """Two buckets by the transport ``cuda_ipc`` to another process."""
     import torch
 
+    from roll.weight_sync.device_transports import CudaIpcSender
     from roll.weight_sync.encoding import tensor_checksum
-    from roll.weight_sync.other_transports import CudaIpcSender
 
     current_platform().set_device(int(index_text))
     context = multiprocessing.get_context("spawn")
@@ -269,8 +269,8 @@ def hand_over(index_text: str) -> None:
 
 
 def _take(link: Connection, index_text: str) -> None:
+    from roll.weight_sync.device_transports import CudaIpcSender
     from roll.weight_sync.encoding import tensor_checksum
-    from roll.weight_sync.other_transports import CudaIpcSender
 
     current_platform().set_device(int(index_text))
     receiver = CudaIpcSender.receiver()

@@ -29,6 +29,7 @@ from roll.distributed.dispatch import in_rank_order
 from roll.distributed.failures import RankReport
 from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
+from roll.weight_sync.device_transports import BroadcastSender, CudaIpcSender
 from roll.weight_sync.encoding import (
     MIB,
     BucketHeader,
@@ -41,7 +42,7 @@ from roll.weight_sync.encoding import (
     tensor_checksum,
     verify_checksums,
 )
-from roll.weight_sync.other_transports import BroadcastSender, CudaIpcSender, FileSender, ObjectStoreSender
+from roll.weight_sync.storage_transports import FileSender, ObjectStoreSender
 from roll.weight_sync.transports import Sender, SharedMemorySender, Tensors
 
 logger = logging.getLogger(__name__)

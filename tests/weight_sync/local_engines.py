@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from roll.weight_sync.device_transports import BroadcastSender
 from roll.weight_sync.encoding import SyncReport, Update, WeightSyncError, iter_buckets, tensor_checksum
-from roll.weight_sync.other_transports import BroadcastSender, FileSender, ObjectStoreSender, TensorBundle
 from roll.weight_sync.sender import Answers, WeightSender
+from roll.weight_sync.storage_transports import FileSender, ObjectStoreSender, TensorBundle
 from roll.weight_sync.transports import Sender, SharedMemorySender, WeightReceiver
 
 METHODS = {"start_weight_update": "start", "update_weights": "update", "finish_weight_update": "finish"}

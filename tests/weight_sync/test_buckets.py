@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.weight_sync.encoding import ALIGNMENT, WeightBucket, iter_buckets
-from roll.weight_sync.other_transports import TensorBundle
+from roll.weight_sync.storage_transports import TensorBundle
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 7), max_size=3)

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from roll.weight_sync.device_transports import CudaIpcSender
 from roll.weight_sync.encoding import tensor_checksum
-from roll.weight_sync.other_transports import CudaIpcSender
 
 
 def make_weights(seed: int) -> dict[str, torch.Tensor]:

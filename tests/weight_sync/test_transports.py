@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from roll.weight_sync.encoding import BucketHeader, Update, WeightSyncError, iter_buckets
-from roll.weight_sync.other_transports import ObjectStoreSender, TensorBundle
 from roll.weight_sync.sender import WeightSender
+from roll.weight_sync.storage_transports import ObjectStoreSender, TensorBundle
 from roll.weight_sync.transports import Link, Receiver
 from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, World, local_sender
 
