@@ -35,7 +35,7 @@ from roll.config.roles import (
 )
 from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig
 from roll.config.strategies.base import HostStatesConfig
-from roll.config.strategies.engines import EngineConfig, PackagedEngineConfig
+from roll.config.strategies.engines import EngineConfig, PackagedEngineConfig, SuffixDrafts
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import BACKENDS
 from roll.config.words import meanings_of
@@ -76,6 +76,7 @@ def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
         ("`strategy_config` of `fsdp2_*` and `fsdp_*`", ShardedStrategyConfig, (HostStatesConfig,)),
         ("`strategy_config.wrap_policy`", WrapPolicy, ()),
         ("`strategy_config` of `hf_infer`, `vllm` and `sglang`", EngineConfig, ()),
+        ("`strategy_config.speculative_config` of `hf_infer`", SuffixDrafts, ()),
         ("`strategy_config` of `vllm` and `sglang`", PackagedEngineConfig, (EngineConfig,)),
         *of_backends,
         ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),

@@ -17,6 +17,7 @@ TWO_RANKS = {"actor_train.device_mapping": [0, 1], "actor_train.training_args": 
 BF16 = {"actor_train.model_args.dtype": "bf16", "actor_infer.model_args.dtype": "bf16"}
 LORA = {"actor_train.model_args.lora_target": "all-linear"}
 PACKED = {"actor_train.use_sequence_packing": True, "actor_train.sequence_packing_args.algorithm": "load_balance"}
+DRAFTS = {"actor_infer.strategy_args.strategy_config": {"speculative_config": {"max_batch_tokens": 64}}}
 SHARED = {"actor_train.use_prefix_sharing": True}
 
 
@@ -104,3 +105,18 @@ def test_tokens_of_older_weights_are_counted_and_not_compared_also_where_a_run_g
 def test_conversations_with_a_prefix_cache(run):
     cached = {"actor_infer.strategy_args.strategy_config": {"prefix_cache_tokens": 65536}}
     check_equal(run(STRICT | cached | {"max_steps": 2}, "agentic"), 2)
+
+
+def test_drafts_change_no_metric_but_their_own(run):
+    """Samples, log-probs and what is learned have the same bits with and without speculation."""
+    # At a low temperature a group repeats itself.
+    settings = STRICT | {"max_steps": 4, "actor_infer.generating_args.temperature": 0.3}
+    plain, drafted = (run(settings | one) for one in ({}, DRAFTS))
+    check_equal(drafted, 4)
+    assert sum(row.get("engine/accepted_per_draft", 0) for row in drafted.steps) > 1
+    for mine, wanted in zip(drafted.steps, plain.steps, strict=True):
+        own = {name for name in set(mine) - set(wanted) if name.startswith("engine/")}
+        assert set(mine) - own == set(wanted)
+        measured = ("time", "system", "perf", "memory", "scheduler")
+        names = [name for name in wanted if not name.startswith(measured)]
+        assert len(names) > 40 and {name: mine[name] for name in names} == {name: wanted[name] for name in names}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from roll.strategies.hf_infer import HfInferStrategy
-from roll.strategies.hf_infer.rows import Sampler
+from roll.strategies.hf_infer.rows import Places, Sampler
 from roll_example_plugin.strategies import NoisyConfig
 
 
@@ -30,7 +30,7 @@ class NoisySampler(Sampler):
         super().__init__(*arguments)
         self._deviation, self._generator = deviation, generator
 
-    def sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, logits: torch.Tensor, places: Places) -> tuple[np.ndarray, np.ndarray]:
         noise = torch.randn(logits.shape, generator=self._generator, device=logits.device) * self._deviation
-        is_sampled = torch.from_numpy(self._rows.temperature[: self._rows.size] > 0).to(logits.device)
-        return super().sample(logits.float() + noise * is_sampled[:, None])
+        is_sampled = torch.from_numpy(self._rows.temperature[places.rows] > 0).to(logits.device)
+        return super().sample(logits.float() + noise * is_sampled[:, None], places)

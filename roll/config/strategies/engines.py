@@ -37,6 +37,27 @@ class EngineConfig(StrategyConfig):
     and makes the next tokens those of a mixture of both weights."""
 
 
+FUSED_MODELS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Classes of models that ``hf_infer`` computes by a decoder of its own, which can verify drafts."""
+
+
+@dataclass(frozen=True)
+class SuffixDrafts:
+    """``strategy_config.speculative_config`` of ``hf_infer``: speculative decoding without a draft model."""
+
+    method: Literal["suffix"] = "suffix"
+    """Drafts are what followed a sample's last tokens in its prompt, in the other samples of its group, and in earlier
+    samples of the prompt."""
+    num_speculative_tokens: int = setting(4, ge=1)
+    """Most tokens of a draft."""
+    suffix_decoding_min_token_prob: float = setting(0.1, ge=0, le=1)
+    """How probable a drafted token has to be, as its share of what followed before. Where nothing repeats nothing is
+    drafted."""
+    max_batch_tokens: int | None = setting(None, ge=2)
+    """Most tokens of a pass with drafts; with so many running samples there are none. null: 16 on a CPU, where a larger
+    pass costs what its tokens cost, 256 on an accelerator."""
+
+
 @dataclass(frozen=True)
 class HfInferStrategyConfig(EngineConfig):
     """``hf_infer``: the embedded generation engine on transformers models; these are the engine's options.
@@ -47,6 +68,15 @@ class HfInferStrategyConfig(EngineConfig):
     prefix_cache_tokens: int = setting(0, ge=0, example=65536)
     """Most tokens of finished samples whose keys and values are kept for prompts that begin with them, such as the next
     turn of a conversation. Emptied at every weight update; 0: none."""
+    speculative_config: SuffixDrafts | None = None
+    """Speculative decoding, which changes how many passes a sample takes and not what it says."""
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        """Drafts are verified by the decoder of some families."""
+        kinds = set(model.get("architectures") or ())
+        if self.speculative_config is not None and kinds and not kinds & FUSED_MODELS:
+            rule = f"needs one of {', '.join(sorted(FUSED_MODELS))}; the model is a {', '.join(sorted(kinds))}"
+            yield f"{name}.strategy_args.strategy_config.speculative_config", self.speculative_config, rule, None
 
 
 HF_INFER = Backend(

@@ -208,7 +208,19 @@ class FusedDecoder(Decoder):
         prompts: Sequence[Sequence[int]],
         images: Images | None = None,
     ) -> PromptStates:
-        grid = _PromptGrid([prompt[count:] for prompt, count in zip(prompts, known, strict=True)], self.device)
+        rests = [prompt[count:] for prompt, count in zip(prompts, known, strict=True)]
+        return PromptStates(keys_values, self._continue(keys_values, known, rests, True)[: len(prompts)])
+
+    def verify(self, keys_values: torch.Tensor, known: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits after each of some more tokens in sequences of ``known`` ones: (number of all, vocab_size). The first
+        argument as in :meth:`extend`."""
+        return self._continue(keys_values, known, tokens, False)[: sum(map(len, tokens))]
+
+    def _continue(
+        self, keys_values: torch.Tensor, known: Sequence[int], rests: Sequence[Sequence[int]], only_last: bool
+    ) -> torch.Tensor:
+        """Logits after each of the tokens in ``rests``, or only after the last of each; more rows fill the batch."""
+        grid = _PromptGrid(rests, self.device)
         begins = torch.tensor(known, device=self.device)
         rows, places = grid.rows, grid.positions[: len(grid.rows)] + begins[grid.rows]
         x = F.embedding(grid.tokens, self._embedding)
@@ -225,8 +237,9 @@ class FusedDecoder(Decoder):
             for part, new in zip(keys_values[index], (keys, values), strict=True):
                 part[rows, :, places] = new[: len(rows)].to(part.dtype)
             queries = grid.pad(heads).transpose(1, 2)[:, : self._num_heads]
-            x = self._attend(index, grid, x, (queries, keys_values[index, 0], keys_values[index, 1]), mask, begins)
-        return PromptStates(keys_values, self.head(self._rms_norm(x, self._final_norm))[: grid.num_prompts])
+            of_layer = (queries, keys_values[index, 0], keys_values[index, 1])
+            x = self._attend(index, grid, x, of_layer, mask, begins, only_last)
+        return self.head(self._rms_norm(x, self._final_norm))
 
     def _attend(
         self,
@@ -236,9 +249,10 @@ class FusedDecoder(Decoder):
         heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None = None,
         begins: torch.Tensor | int = 0,
+        only_last: bool = True,
     ) -> torch.Tensor:
-        """The output of layer ``index`` for a grid of prompts, from queries, keys and values: after the last layer, of
-        the prompts' last tokens only."""
+        """The output of layer ``index`` for a grid of prompts, from queries, keys and values; ``only_last``: after the
+        last layer, of the prompts' last tokens only."""
         if self.is_invariant:
             mixed = invariant.attention(*heads, self._scale, begins)
         else:
@@ -247,7 +261,7 @@ class FusedDecoder(Decoder):
                 *heads, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=groups
             )
         mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, grid.cells)
-        if index == len(self.layers) - 1:
+        if only_last and index == len(self.layers) - 1:
             x, mixed = x[grid.last], mixed[grid.last]
         return self._finish_layer(self.layers[index], x, mixed)
 

@@ -21,8 +21,9 @@ from roll.strategies.engines.requests import (
 )
 from roll.strategies.engines.sampling import JsonGrammars, stream_key
 from roll.strategies.hf_infer.cache import CachedSequence, PrefixCache
-from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
-from roll.strategies.hf_infer.rows import DecodeSlots, RunningRows, RunningSample, Sampler, SlotCache
+from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, Images, PromptStates, round_up
+from roll.strategies.hf_infer.drafts import Drafter
+from roll.strategies.hf_infer.rows import DecodeSlots, Places, RunningRows, RunningSample, Sampler, SlotCache
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
 _MAX_GATHERED_TOKENS = 8 * _MAX_PREFILL_TOKENS  # of prompts of which a prefix is copied
@@ -56,6 +57,7 @@ class GenerationEngine:
         seed: of the requests that bring none.
         prefix_cache_tokens: capacity of the prefix cache.
         grammars: for requests whose responses follow a JSON schema; None: they are refused.
+        drafter: proposes tokens that a pass of a :class:`~roll.strategies.hf_infer.decoder.FusedDecoder` verifies.
     """
 
     def __init__(
@@ -68,13 +70,14 @@ class GenerationEngine:
         seed: int = 42,
         prefix_cache_tokens: int = 0,
         grammars: JsonGrammars | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._decoder, self._decode_text, self._grammars = decoder, decode_text, grammars
+        self._drafter = drafter
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_model_len, self._seed = max_model_len, seed
         self._requests_without_seed = 0
         self._failures: dict[str, str] = {}
-        self._has_recorded = False  # true once the last step has recorded its tokens
         self._version = 0
         self._new_version: int | None = None
         self._queue: deque[_QueuedGroup] = deque()
@@ -93,7 +96,8 @@ class GenerationEngine:
     @property
     def counts(self) -> Mapping[str, int]:
         """See the base class."""
-        return {"prompt_tokens": self.num_prompt_tokens, "reused_tokens": self._prefixes.num_reused}
+        drafts = {} if self._drafter is None else self._drafter.counts
+        return {"prompt_tokens": self.num_prompt_tokens, "reused_tokens": self._prefixes.num_reused, **drafts}
 
     @property
     def num_unfinished(self) -> int:
@@ -124,23 +128,62 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def step(self) -> list[GenerationOutput]:
-        """Admit what fits, sample one token for every running sample, and return those that ended; RuntimeError during
-        an update, in which tokens would be sampled with a mixture of weights."""
+        """Admit what fits, sample one token for every running sample, more where drafts of its next ones are accepted,
+        and return those that ended; RuntimeError during an update, in which tokens would be sampled with a mixture of
+        weights."""
         if self._new_version is not None:
             raise RuntimeError(f"hf_infer: {MID_UPDATE}")
-        num_running, self._has_recorded = self._rows.size, False
+        rows = self._rows
+        num_running, rows.recorded[:] = rows.size, 0
         first_logits = self._admit()
-        if not self._rows.size:
+        if not rows.size:
             return []
-        logits = [self._decode(num_running)] if num_running else []
+        drafts = self._drafts(num_running)
+        places = Places(rows.generated[: rows.size], drafts)
+        logits = []
+        if num_running:
+            logits.append(self._verify(drafts) if any(drafts) else self._decode(num_running))
         logits += [first_logits] if first_logits is not None else []
-        tokens, log_probs = self._sampler.sample(logits[0] if len(logits) == 1 else torch.cat(logits))
-        failed = np.flatnonzero(~np.isfinite(log_probs))
-        self._has_recorded = True
-        stopped, size = self._rows.record(tokens, log_probs), self._rows.size
-        done = stopped | (self._rows.generated[:size] >= self._rows.max_new[:size])
-        done[failed] = False
-        if len(failed):
+        tokens, log_probs = self._sampler.sample(logits[0] if len(logits) == 1 else torch.cat(logits), places)
+        return self._record(tokens, log_probs, places, drafts)
+
+    def _drafts(self, size: int) -> list[list[int]]:
+        """Drafts of what the first ``size`` rows say next; none of them needs to have one."""
+        if self._drafter is None or not size:
+            return []
+        rows = self._rows
+        # Of the last token that a sample may have no continuation is sampled.
+        limits = rows.max_new[:size] - rows.generated[:size] - 1
+        return self._drafter.propose([sample.draftable for sample in rows.samples[:size]], limits)
+
+    def _record(
+        self, tokens: np.ndarray, log_probs: np.ndarray, places: Places, drafts: Sequence[Sequence[int]]
+    ) -> list[GenerationOutput]:
+        """Add to each row the token of its first place, and of a further one while what was sampled before is what was
+        drafted; return the samples that ended."""
+        size, starts = self._rows.size, places.starts
+        is_drafted = np.zeros(len(tokens), bool)  # what is sampled at a place is what was drafted for it
+        for draft, start in zip(drafts, starts, strict=False):
+            is_drafted[start : start + len(draft)] = tokens[start : start + len(draft)] == draft
+        failed: list[int] = []
+        reasons: dict[int, FinishReason] = {}
+        rows, at = np.arange(size), starts[:size]
+        while len(rows):
+            stopped = self._rows.record(rows, tokens[at], log_probs[at])
+            is_finite = np.isfinite(log_probs[at])
+            ended = stopped | (self._rows.generated[rows] >= self._rows.max_new[rows])
+            failed += rows[~is_finite].tolist()
+            for row, has_stopped in zip(rows[ended & is_finite], stopped[ended & is_finite], strict=True):
+                reasons[int(row)] = "stop" if has_stopped else "length"
+            goes_on = is_drafted[at] & ~ended & is_finite
+            rows, at = rows[goes_on], at[goes_on] + 1
+        if self._drafter is not None:
+            recorded = self._rows.recorded[:size]
+            self._drafter.counts["accepted_tokens"] += int((recorded - 1).sum())
+            for sample, start, count in zip(self._rows.samples, starts, recorded, strict=False):
+                if sample.draftable is not None:
+                    self._drafter.extend(sample.draftable, tokens[start : start + count].tolist())
+        if failed:
             self._prefixes.clear()  # it may hold their prompts, whose keys and values may not be finite either
             # Attention multiplies what lies past a row's end by 0, which has to give 0 for the next sample there.
             self._cache.data[:, :, failed] = 0
@@ -151,8 +194,8 @@ class GenerationEngine:
             why = f"sample {sample.sample_index}: the log-probs of token {self._rows.generated[row]} are not finite"
             self._failures[sample.request.request_id] = why
             failed_requests.add(sample.request.request_id)
-        finished = np.flatnonzero(done)
-        outputs = self._release(finished, ["stop" if stopped[row] else "length" for row in finished])
+        finished = sorted(reasons)
+        outputs = self._release(np.array(finished, np.int64), [reasons[row] for row in finished])
         if failed_requests:
             self.abort(failed_requests)
         return outputs
@@ -164,9 +207,8 @@ class GenerationEngine:
 
     def recover(self) -> list[GenerationOutput]:
         """Drop everything after an error in :meth:`step`; return the samples as they were before it."""
-        if self._has_recorded:
-            # The step failed after recording. Its tokens were never reported, and one may have ended its sample: undo.
-            self._rows.generated[: self._rows.size] -= 1
+        # A step that failed after recording never reported its tokens, and one may have ended its sample: undo.
+        self._rows.generated -= self._rows.recorded
         outputs = [self._rows.output(row, "abort") for row in range(self._rows.size)]
         for output in outputs:
             del output.top_log_probs[len(output.token_ids) :]
@@ -314,8 +356,12 @@ class GenerationEngine:
         sample = RunningSample(request, index, matcher, grammar)
         self._rows.append(sample, stream_key(group.seed, index), group.stop_ids, carried, offset)
         sample.note_version(self._version, int(self._rows.generated[self._rows.size - 1]))
-        if params.repetition_penalty != 1:
+        has_penalty = params.repetition_penalty != 1
+        if has_penalty:
             self._sampler.admit(self._rows.size - 1, group.token_ids)
+        # What these settings make of a token depends on the one before it, which a draft's is not sampled yet.
+        if self._drafter is not None and not has_penalty and grammar is None and not params.top_log_probs:
+            sample.draftable = self._drafter.begin(request.prompt_token_ids, begun)
 
     def _grammar(self, schema: str, begun: Sequence[int] = ()) -> LLMatcher:
         if self._grammars is None:
@@ -341,6 +387,17 @@ class GenerationEngine:
             assert self._rows.routes is not None
             self._rows.routes[np.arange(size), self._rows.lengths[:size] - 1] = self._decoder.chosen[:size]
         return logits
+
+    def _verify(self, drafts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits (places, vocab_size) after the last token of each of the first rows and every token of its draft. What
+        is written of tokens that are not accepted lies past the row's end, where later ones go."""
+        assert isinstance(self._decoder, FusedDecoder)
+        size = len(drafts)
+        known = self._rows.lengths[:size] - 1
+        tokens = [[int(last), *draft] for last, draft in zip(self._rows.last_tokens[:size], drafts, strict=True)]
+        end = max(map(int.__add__, known.tolist(), map(len, tokens)))
+        held = self._cache.data[:, :, :size, :, : round_up(end, self._decoder.key_multiple)]
+        return self._decoder.verify(held, known.tolist(), tokens)
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
         """Return the samples of ``rows`` (sorted) and close the gaps they leave."""

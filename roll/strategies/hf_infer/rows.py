@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 
 from roll.strategies.engines.requests import FinishReason, GenerationOutput, GenerationRequest, StopStringMatcher
 from roll.strategies.engines.sampling import RowSettings, penalise_repetition
+from roll.strategies.hf_infer.drafts import Draftable
 
 _NO_TOKEN = -1
 
@@ -34,6 +35,7 @@ class RunningSample:
     """(weight version, first token that was sampled with it)."""
     stale: bool = False  # its keys and values are those of other weights than the engine has
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    draftable: Draftable | None = None  # where drafts are made for it
 
     def note_version(self, version: int, num_tokens: int) -> None:
         """Tokens from number ``num_tokens`` on are sampled with weights ``version``."""
@@ -48,8 +50,9 @@ class RunningRows:
     """Rows [0, size) are running samples; a leaving row's place is taken by the last one.
 
     Arrays of shape (capacity,): ``lengths`` (tokens of prompt and response, the last of which is not in the cache yet),
-    ``generated``, ``last_tokens``, ``offsets`` (of rotary positions), and the sampling settings.  ``tokens`` and
-    ``log_probs`` (capacity, max_model_len) hold the responses; ``stop_ids`` (capacity, any) is padded with -1.
+    ``generated``, ``recorded`` (in the last step), ``last_tokens``, ``offsets`` (of rotary positions), and the sampling
+    settings.  ``tokens`` and ``log_probs`` (capacity, max_model_len) hold the responses; ``stop_ids`` (capacity, any)
+    is padded with -1.
     """
 
     capacity: int
@@ -60,7 +63,7 @@ class RunningRows:
 
     def __post_init__(self) -> None:
         n = self.capacity
-        self.lengths, self.generated, self.last_tokens = (np.zeros(n, np.int64) for _ in range(3))
+        self.lengths, self.generated, self.recorded, self.last_tokens = (np.zeros(n, np.int64) for _ in range(4))
         self.min_new, self.max_new, self.num_top, self.offsets, self.top_k = (np.zeros(n, np.int64) for _ in range(5))
         self.temperature, self.top_p, self.min_p, self.repetition_penalty = (np.ones(n, np.float32) for _ in range(4))
         self.stream_keys = np.zeros(n, np.uint64)
@@ -121,23 +124,23 @@ class RunningRows:
         """Prompt and response of a row."""
         return [*self.samples[row].request.prompt_token_ids, *self.tokens[row, : self.generated[row]].tolist()]
 
-    def record(self, tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-        """Add one sampled token to every row. Returns bool (size,): it is a stop token, or completes a stop string, and
-        enough tokens are there."""
-        n = self.size
-        rows, at = np.arange(n), self.generated[:n]
+    def record(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+        """Add a sampled token to each of ``rows``. Returns bool, as many: it is a stop token, or completes a stop
+        string, and enough tokens are there."""
+        at = self.generated[rows]
         self.tokens[rows, at] = tokens
         self.log_probs[rows, at] = log_probs
-        self.last_tokens[:n] = tokens
-        self.generated[:n] += 1
-        self.lengths[:n] += 1
-        stopped = (self.stop_ids[:n] == tokens[:, None]).any(1)
-        for row, sample in enumerate(self.samples):
+        self.last_tokens[rows] = tokens
+        for counted in (self.generated, self.recorded, self.lengths):
+            counted[rows] += 1
+        stopped = (self.stop_ids[rows] == tokens[:, None]).any(1)
+        for number, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+            sample = self.samples[row]
             if sample.grammar is not None:
-                sample.grammar.consume_token(int(tokens[row]))
-            if sample.matcher is not None and sample.matcher.push(int(tokens[row])):
-                stopped[row] = True
-        return stopped & (self.generated[:n] >= self.min_new[:n])
+                sample.grammar.consume_token(token)
+            if sample.matcher is not None and sample.matcher.push(token):
+                stopped[number] = True
+        return stopped & (at + 1 >= self.min_new[rows])
 
     def output(self, row: int, reason: FinishReason) -> GenerationOutput:
         count, sample, routes = int(self.generated[row]), self.samples[row], None
@@ -288,6 +291,22 @@ class DecodeSlots:
         return bias.masked_fill_(past, torch.finfo(bias.dtype).min)
 
 
+class Places:
+    """Where a pass samples: after each row's last token, and after each token of its draft.
+
+    ``rows``: int64 (places,), the row of each, in order; ``positions``: which token of the response it is sampled;
+    ``starts``: (rows + 1,), the first place of each row, and the number of all.
+    """
+
+    def __init__(self, generated: np.ndarray, drafts: Sequence[Sequence[int]] = ()) -> None:
+        size = len(generated)
+        lengths = np.zeros(size, np.int64)
+        lengths[: len(drafts)] = [len(draft) for draft in drafts]
+        self.starts = np.concatenate(([0], np.cumsum(lengths + 1)))
+        self.rows = np.repeat(np.arange(size), lengths + 1)
+        self.positions = generated[self.rows] + np.arange(len(self.rows)) - self.starts[self.rows]
+
+
 class Sampler:
     """Samples for the active rows of ``rows``; keeps which tokens each row has seen where a repetition penalty asks.
 
@@ -318,31 +337,34 @@ class Sampler:
         if self._seen is not None:
             self._seen[torch.from_numpy(destination)] = self._seen[torch.from_numpy(source)]
 
-    def sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a token for every active row: tokens int64 (size,), log-probs float64 (size,), on the host. ``logits``:
-        (size, vocab_size), any float dtype; may be overwritten."""
-        rows = self._rows
-        if self._epoch != rows.epoch:
-            n, self._epoch = rows.size, rows.epoch
-            top_p, min_p, penalty = rows.top_p[:n], rows.min_p[:n], rows.repetition_penalty[:n]
-            self._settings = RowSettings(rows.temperature[:n], rows.top_k[:n], top_p, min_p, penalty, self._device)
+    def sample(self, logits: torch.Tensor, places: Places) -> tuple[np.ndarray, np.ndarray]:
+        """Draw a token at every place: tokens int64 (places,), log-probs float64 (places,), on the host. ``logits``:
+        (places, vocab_size), any float dtype; may be overwritten."""
+        rows, at, positions = self._rows, places.rows, places.positions
+        is_one_each = len(at) == rows.size
+        if not is_one_each or self._epoch != rows.epoch:
+            self._epoch = rows.epoch if is_one_each else -1
+            top_p, min_p, penalty = rows.top_p[at], rows.min_p[at], rows.repetition_penalty[at]
+            self._settings = RowSettings(rows.temperature[at], rows.top_k[at], top_p, min_p, penalty, self._device)
         settings = self._settings
         logits = logits.float()
         if self._masked is not None:
             logits[:, self._masked] = -torch.inf
         if settings.penalty is not None:
             assert self._seen is not None
-            logits = penalise_repetition(logits, self._seen[: rows.size], settings.penalty)
-        early = rows.generated[: rows.size] < rows.min_new[: rows.size]
+            seen = self._seen[: rows.size] if is_one_each else self._seen[torch.from_numpy(at).to(self._device)]
+            logits = penalise_repetition(logits, seen, settings.penalty)
+        early = positions < rows.min_new[at]
         if early.any():
-            row, column = np.nonzero((rows.stop_ids[: rows.size] >= 0) & early[:, None])
-            banned = torch.from_numpy(rows.stop_ids[row, column]).to(self._device)
-            logits[torch.from_numpy(row).to(self._device), banned] = -torch.inf
-        for at, sample in enumerate(rows.samples):
+            stop_ids = rows.stop_ids[at]
+            place, column = np.nonzero((stop_ids >= 0) & early[:, None])
+            banned = torch.from_numpy(stop_ids[place, column]).to(self._device)
+            logits[torch.from_numpy(place).to(self._device), banned] = -torch.inf
+        for row, sample in enumerate(rows.samples):
             if sample.grammar is not None:
                 # Of the tokens that cannot come next; after a complete text only its end can.
                 banned_ids = np.frombuffer(sample.grammar.compute_logit_bias(), np.uint8)[: self._vocab_size] == 0
-                logits[at, torch.from_numpy(banned_ids).to(self._device)] = -torch.inf
+                logits[places.starts[row], torch.from_numpy(banned_ids).to(self._device)] = -torch.inf
         most_top = int(rows.num_top[: rows.size].max(initial=0))
         if settings.all_greedy:
             table = logits.log_softmax(-1)
@@ -351,23 +373,24 @@ class Sampler:
             scaled = settings.filtered(logits)
             logs = scaled.log_softmax(-1) if self._in_logs else None
             probs = scaled.softmax(-1) if logs is None else logs.exp()
-            tokens = settings.drawn(logits, probs, rows.stream_keys[: rows.size], rows.generated[: rows.size])
+            tokens = settings.drawn(logits, probs, rows.stream_keys[at], positions)
             index = tokens[:, None]
             log_probs = (probs.gather(1, index).log() if logs is None else logs.gather(1, index))[:, 0]
             table = probs.log() if most_top else probs
         if most_top:
-            self._record_top(table, most_top)
+            self._record_top(table, most_top, places)
         if settings.penalty is not None and self._seen is not None:
-            self._seen[torch.arange(rows.size, device=self._device), tokens] = True
+            # A row with drafts has no penalty, and what is marked in it is not looked at.
+            self._seen[torch.from_numpy(at).to(self._device), tokens] = True
         # One transfer; ids and float32 log-probs are exact in float64.
         host = torch.stack((tokens.double(), log_probs.double())).cpu().numpy()
         return host[0].astype(np.int64), host[1]
 
-    def _record_top(self, log_probs: torch.Tensor, count: int) -> None:
+    def _record_top(self, log_probs: torch.Tensor, count: int, places: Places) -> None:
         """Record the most probable tokens of the rows that ask for them."""
         values, tokens = log_probs.topk(min(count, self._vocab_size), dim=-1)
         value_rows, token_rows = values.tolist(), tokens.tolist()
         for row in np.flatnonzero(self._rows.num_top[: self._rows.size]):
-            wanted = int(self._rows.num_top[row])
-            top = list(zip(token_rows[row][:wanted], value_rows[row][:wanted], strict=True))
+            wanted, place = int(self._rows.num_top[row]), places.starts[row]
+            top = list(zip(token_rows[place][:wanted], value_rows[place][:wanted], strict=True))
             self._rows.samples[row].top_log_probs.append(top)

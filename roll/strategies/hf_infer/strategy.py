@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.engines import HfInferStrategyConfig
+from roll.config.strategies.engines import FUSED_MODELS, HfInferStrategyConfig
 from roll.config.weight_files import file_of_each_tensor
 from roll.models.build import (
     DTYPES,
@@ -35,6 +35,7 @@ from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import PromptScore, longest_sequence
 from roll.strategies.engines.sampling import JsonGrammars
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder
+from roll.strategies.hf_infer.drafts import Drafter
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import LINEAR, GenericDecoder, VisionDecoder
 from roll.strategies.hf_infer.self_test import check_engine
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FUSED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Models that :class:`FusedDecoder` computes."""
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary angles that do not change with the length."""
 SCORED_POSITIONS = 256  # tokens of a prompt whose logits are in memory at a time
@@ -91,6 +90,7 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
             # A prompt found in the cache is not computed, so nothing of it would be recorded.
             prefix_cache_tokens=0 if decoder.routing is not None else self._config.prefix_cache_tokens,
             grammars=JsonGrammars(tokenizer, decoder.vocab_size, self._end_token_ids),
+            drafter=self._new_drafter(decoder),
         )
         logger.info(
             "hf_infer: up to %d samples of %d tokens; KV cache of %.1f MiB on %s",
@@ -99,6 +99,18 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
             sum(tensor.nbytes for tensor in (self._cache.data, *self._cache.states)) / 2**20,
             decoder.device,
         )
+
+    def _new_drafter(self, decoder: Decoder) -> Drafter | None:
+        if (wanted := self._config.speculative_config) is None:
+            return None
+        if not isinstance(decoder, FusedDecoder):
+            raise ValueError(
+                f"{self.role.name}.strategy_args.strategy_config.speculative_config: this "
+                f"{type(decoder.model).__name__} has layers of other kinds than full attention with fixed rotary "
+                "angles, whose drafts hf_infer cannot verify; leave it out"
+            )
+        room = wanted.max_batch_tokens or (16 if decoder.device.type == "cpu" else 256)
+        return Drafter(wanted.num_speculative_tokens, wanted.suffix_decoding_min_token_prob, room)
 
     @torch.no_grad()
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
@@ -215,7 +227,7 @@ def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     has_window = window and max_model_len > window if not types else set(types) != {FULL}
-    is_plain = type(model).__name__ in _FUSED and not has_window
+    is_plain = type(model).__name__ in FUSED_MODELS and not has_window
     is_plain = is_plain and config.hidden_act == "silu" and rope in _STATIC_ROPE
     if getattr(config, "vision_config", None) is not None:
         decoder = VisionDecoder(model)

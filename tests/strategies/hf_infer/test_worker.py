@@ -13,7 +13,7 @@ from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed import WorkerContext
 from roll.rollout.groups import EngineCommand, FinishedGroup
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.strategies.hf_infer.rows import RunningRows, Sampler
+from roll.strategies.hf_infer.rows import Places, RunningRows, Sampler
 from roll.workers.generation import GenerationWorker
 from tests.strategies.hf_infer.helpers import random_prompts
 
@@ -83,16 +83,16 @@ def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str
         if group.request.request_id.startswith("bad"):
             raise Poison("at admission")
 
-    def failing_record(rows: RunningRows, tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-        stopped = record(rows, tokens, log_probs)
+    def failing_record(rows: RunningRows, *recorded: np.ndarray) -> np.ndarray:
+        stopped = record(rows, *recorded)
         if any(rows.generated[row] >= 3 for row in bad_rows(rows)):
             raise Poison("after three tokens")
         return stopped
 
-    def not_finite(sampler: Sampler, logits: torch.Tensor) -> Any:
+    def not_finite(sampler: Sampler, logits: torch.Tensor, places: Places) -> Any:
         logits = logits.clone()
         logits[bad_rows(sampler._rows)] = torch.nan
-        return sample(sampler, logits)
+        return sample(sampler, logits, places)
 
     if place == "admission":
         monkeypatch.setattr(engine, "_start_sample", failing_start)
