@@ -51,7 +51,7 @@ class SuffixDrafts:
     num_speculative_tokens: int = setting(4, ge=1)
     """Most tokens of a draft."""
     suffix_decoding_min_token_prob: float = setting(0.1, ge=0, le=1)
-    """How probable a drafted token has to be, as its share of what followed before. Where nothing repeats nothing is
+    """Probability that a drafted token needs, as its share of what followed before. Where nothing repeats nothing is
     drafted."""
     max_batch_tokens: int | None = setting(None, ge=2)
     """Most tokens of a pass with drafts; with so many running samples there are none. null: 16 on a CPU, where a larger

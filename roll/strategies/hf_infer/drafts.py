@@ -40,7 +40,7 @@ class Continuations:
         self.num_tokens += count
 
     def after(self, sequence: list[int]) -> tuple[int, list[Place]]:
-        """How many of the last tokens of ``sequence`` are found, and the places that follow them."""
+        """Return how many of the last tokens of ``sequence`` are found, and the places that follow them."""
         if len(sequence) < _SHORTEST:
             return 0, []
         latest = self.places.get((sequence[-2], sequence[-1]), ())

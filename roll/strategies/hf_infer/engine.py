@@ -152,7 +152,7 @@ class GenerationEngine:
         if self._drafter is None or not size:
             return []
         rows = self._rows
-        # Of the last token that a sample may have no continuation is sampled.
+        # A sample's last token is never an input.
         limits = rows.max_new[:size] - rows.generated[:size] - 1
         return self._drafter.propose([sample.draftable for sample in rows.samples[:size]], limits)
 
