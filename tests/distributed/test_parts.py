@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from roll.config.roles import WorkerConfig
 from roll.distributed.actor import CallTimes, WorkerAddress, _show_devices
 from roll.distributed.diagnosis import stacks
 from roll.distributed.failures import DeadlineExceeded, RankReport, WorkerDied, WorkerFailed
+from roll.distributed.nodes import HEAP_DEFAULTS, absent_here
 from roll.distributed.ray_node import object_store
 from roll.distributed.resources import SLOT_RESOURCE, _device_resource
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, register, registrations
@@ -179,3 +181,19 @@ def test_what_keeps_a_process_from_working_counts() -> None:
     """Being stopped, and waiting for the only processor; sleeping does not."""
     assert held_up("waits", stops=True) > 0.4
     assert held_up("works", "works") > 0.05
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", HEAP_DEFAULTS), ("cuda", {})])
+def test_workers_on_a_cpu_alone_keep_what_large_tensors_give_back(
+    device: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in HEAP_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("roll.distributed.nodes.current_platform", lambda: SimpleNamespace(device_type=device))
+    variables = absent_here(1, "mark")
+    assert {name: variables[name] for name in HEAP_DEFAULTS if name in variables} == expected
+
+
+def test_what_a_user_has_set_for_the_heap_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
+    assert "MALLOC_MMAP_MAX_" not in absent_here(1, "mark")
