@@ -9,9 +9,10 @@ there to the last step the harness measures wall time and the CPU time of the wh
 driver, workers and all of Ray's own processes).  Contestants take turns for ``--rounds`` rounds; figures are medians;
 memory is the largest sum of the tree's proportional set sizes, looked at once a second.
 
-``smollm2`` is the recipe of ``examples/smollm2`` (8 prompts x 8 samples, at most 48 tokens, bf16 over float32 weights,
-activations computed again), which ``prepare.py`` there makes ready; ``smollm2_sft`` and ``smollm2_dpo`` are its recipes
-of given rows (16 answers or 8 pairs a step), compared with TRL's SFTTrainer and DPOTrainer.
+``smollm2`` is the recipe of ``examples/smollm2`` (8 prompts x 8 samples, at most 48 tokens, bf16 over float32 weights),
+which ``prepare.py`` there makes ready.  It keeps the activations of 32 samples at a time; TRL computes those of all 64
+again (``gradient_checkpointing``, its default).  ``smollm2_sft`` and ``smollm2_dpo`` are the recipes of given rows (16
+answers or 8 pairs a step), compared with TRL's SFTTrainer and DPOTrainer.
 
 Needs the warm start (``make run`` makes it) and, for TRL, ``pip install trl==1.16.0``.
 """
