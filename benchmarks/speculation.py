@@ -44,7 +44,7 @@ SPECULATIONS: dict[str, dict[str, dict[str, Any] | None]] = {
 
 
 def grow(drafter: Drafter, prompts: list[list[int]], responses: list[list[int]]) -> int:
-    """The passes that samples take, of which a step's are at the same place."""
+    """Passes of the samples of a step, which run at the same time, counted by sample."""
     samples = [drafter.begin(prompt, response[:1]) for prompt, response in zip(prompts, responses, strict=True)]
     ends, passes = np.ones(len(samples), np.int64), len(samples)
     lengths = np.array([len(response) for response in responses])
@@ -89,6 +89,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.method not in SPECULATIONS[args.strategy]:
         parser.error(f"--method {args.method}: {args.strategy} has {', '.join(SPECULATIONS[args.strategy])}")
+    if args.max_batch_tokens is not None and args.strategy != "hf_infer":
+        parser.error("--max-batch-tokens goes with --strategy hf_infer")
     if args.recorded and not args.tokenizer:
         parser.error("--recorded needs --tokenizer: the folder or hub name of the model that sampled them")
     if args.recorded:
@@ -109,7 +111,7 @@ def in_an_engine(args: argparse.Namespace) -> None:
     options |= {"max_num_batched_tokens": 4096} if args.strategy == "vllm" else {}
     options["speculative_config"] = speculation = SPECULATIONS[args.strategy][args.method]
     if speculation is not None and args.max_batch_tokens is not None:
-        speculation["max_batch_tokens"] = args.max_batch_tokens
+        options["speculative_config"] = speculation | {"max_batch_tokens": args.max_batch_tokens}
     role = WorkerConfig(
         model_args=ModelArguments(model_name_or_path=folder, dtype="fp32"),
         strategy_args=StrategyArguments(args.strategy, options),

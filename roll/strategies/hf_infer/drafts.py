@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -127,7 +128,7 @@ class Drafter:
             for row, (sample, limit) in enumerate(zip(samples, limits.tolist(), strict=True)):
                 if sample is not None:
                     # The first of two that agree in as many tokens.
-                    _, places = max((one.after(sample.tokens) for one in (sample.known, self._all)), key=_agreement)
+                    _, places = max((one.after(sample.tokens) for one in (sample.known, self._all)), key=itemgetter(0))
                     offered = most_frequent(places, min(self._limit, limit), self._least)
                     offers += [(-probability, row, place, token) for place, (token, probability) in enumerate(offered)]
         # A token is at most as probable as the one before it, so these are the beginnings of drafts.
@@ -136,7 +137,3 @@ class Drafter:
         self.counts["drafts"] += sum(map(bool, drafts))
         self.counts["drafted_tokens"] += sum(map(len, drafts))
         return drafts
-
-
-def _agreement(found: tuple[int, list[Place]]) -> int:
-    return found[0]

@@ -148,7 +148,7 @@ class GenerationEngine:
         return self._record(tokens, log_probs, places, drafts)
 
     def _drafts(self, size: int) -> list[list[int]]:
-        """Drafts of what the first ``size`` rows say next; none of them needs to have one."""
+        """Drafts of the next tokens of the first ``size`` rows, some of them empty; an empty list without a drafter."""
         if self._drafter is None or not size:
             return []
         rows = self._rows
@@ -359,7 +359,7 @@ class GenerationEngine:
         has_penalty = params.repetition_penalty != 1
         if has_penalty:
             self._sampler.admit(self._rows.size - 1, group.token_ids)
-        # What these settings make of a token depends on the one before it, which a draft's is not sampled yet.
+        # These settings make a token's distribution, or its record, depend on the tokens sampled before it.
         if self._drafter is not None and not has_penalty and grammar is None and not params.top_log_probs:
             sample.draftable = self._drafter.begin(request.prompt_token_ids, begun)
 
@@ -393,11 +393,11 @@ class GenerationEngine:
         is written of tokens that are not accepted lies past the row's end, where later ones go."""
         assert isinstance(self._decoder, FusedDecoder)
         size = len(drafts)
-        known = self._rows.lengths[:size] - 1
+        known = (self._rows.lengths[:size] - 1).tolist()
         tokens = [[int(last), *draft] for last, draft in zip(self._rows.last_tokens[:size], drafts, strict=True)]
-        end = max(map(int.__add__, known.tolist(), map(len, tokens)))
+        end = max(begin + len(new) for begin, new in zip(known, tokens, strict=True))
         held = self._cache.data[:, :, :size, :, : round_up(end, self._decoder.key_multiple)]
-        return self._decoder.verify(held, known.tolist(), tokens)
+        return self._decoder.verify(held, known, tokens)
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
         """Return the samples of ``rows`` (sorted) and close the gaps they leave."""

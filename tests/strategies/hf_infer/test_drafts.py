@@ -22,14 +22,7 @@ from tests.strategies import engine_cases
 from tests.strategies.engine_cases import SETTINGS
 from tests.strategies.hf_infer.helpers import EOS, VOCAB_SIZE, build_engine, build_model, random_prompts, run, run_out
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """As in the workers of a run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def with_drafts(engine: GenerationEngine, limit: int = 4, max_tokens: int = 64) -> GenerationEngine:

@@ -18,21 +18,14 @@ from roll.strategies.hf_infer.cache import PrefixCache
 from tests.strategies.hf_infer.helpers import VOCAB_SIZE, build_engine, build_model, random_prompts, run, run_out
 from tests.strategies.moe_models import moe_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYOUTS = {"padded": row_layout, "packed": packed_layout, "shared prompts": tree_layout}
 OTHER_EXPERTS = [
     *(("qwen3_moe", torch.float32), ("qwen2_moe", torch.bfloat16), ("qwen2_moe", torch.float32)),
     *((family, dtype) for family in ("mixtral", "olmoe", "glm4_moe") for dtype in (torch.float32, torch.bfloat16)),
 ]
 Sampled = list[tuple[list[int], GenerationOutput]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """As in the workers of a run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def strict_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
