@@ -30,7 +30,15 @@ from torch.utils.checkpoint import checkpoint
 
 from roll.config.model_files import is_installed
 from roll.models.expert_parallel import exchange
-from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree, RunBatch, VarlenCall, visible
+from roll.models.patterns import (
+    AttentionPattern,
+    PackedSequences,
+    PrefixTree,
+    RunBatch,
+    Uncopied,
+    VarlenCall,
+    visible,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, 
     """(1, T, heads, head_dim) of T tokens; shapes and arguments as :func:`layout_attention`."""
     if takes_varlen(query, value, how.softcap):
         return varlen_attention(query, key, value, tree.varlen, how)
+    if _widens(query, tree.longest):  # once: piece by piece it is a tenth of the trainer's time on SmolLM2
+        return tree_attention(query.float(), key.float(), value.float(), tree, how).to(query.dtype)
     key, value = _repeated(query, key, value)
     alike = tree.only_prompts and tree.most_parts > MOST_PARTS and tree.rows.numel() < LONG * len(tree.runs)
     bare = how.window is None and how.softcap is None
@@ -116,7 +126,8 @@ def _run_by_run(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, how
     for index, run in enumerate(tree.runs):
         skipped = run.context if tree.is_whole(run) else 0
         asked = path(queries, index) if skipped else queries[index]
-        output = causal_attention(asked, path(keys, index), path(values, index), how)
+        mask = tree.seen(index, how.window) if run.context and not skipped else None
+        output = causal_attention(asked, path(keys, index), path(values, index), how, mask)
         outputs.append(output[:, :, skipped:])
     # Padding at the end of the tokens: some value, which nothing reads.
     outputs.append(torch.zeros_like(queries[-1]))
@@ -156,10 +167,14 @@ def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
     """Torch's kernel for shapes as in :func:`causal_attention`, with as many key heads as query heads."""
-    if query.device.type == "cpu" and query.dtype in HALF_PRECISION and key.shape[2] <= SHORT:
+    if _widens(query, key.shape[2]):
         wide = (query.float(), key.float(), value.float())
         return torch_attention(*wide, attn_mask=mask, is_causal=causal, scale=how.scaling).to(query.dtype)
     return torch_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=how.scaling)
+
+
+def _widens(query: Tensor, num_keys: int) -> bool:
+    return query.device.type == "cpu" and query.dtype in HALF_PRECISION and num_keys <= SHORT
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionPattern | None, Scores], Tensor]
@@ -191,7 +206,7 @@ def layout_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attention_pattern: AttentionPattern | None = None,
+    attention_pattern: Uncopied | None = None,
     context_group: ProcessGroup | None = None,
     dropout: float = 0.0,
     attend: Attend | None = None,
@@ -241,13 +256,14 @@ def layout_attention(
             f"{_WITHOUT}"
         )
     attend, how = attend or _attend, Scores(scaling, sliding_window, softcap)
+    pattern = None if attention_pattern is None else attention_pattern.pattern
     if context_group is None:
-        return attend(query, key, value, attention_pattern, how), None
+        return attend(query, key, value, pattern, how), None
     ranks, (rows, heads, chunk, dim) = context_group.size(), query.shape
     if key.shape[1] % ranks:  # such as fewer key-value heads than ranks: repeated to one for each query head
         key, value = _repeated(query, key, value)
     whole = [_heads_for_sequence(tensor, context_group) for tensor in (query, key, value)]
-    output = attend(whole[0], whole[1], whole[2], attention_pattern, how).transpose(0, 1)
+    output = attend(whole[0], whole[1], whole[2], pattern, how).transpose(0, 1)
     # Back: (s, b, heads / n, dim) of some heads to (s / n, b, heads, dim), this rank's chunk of the sequence.
     received = exchange(output.reshape(ranks, chunk, rows, heads // ranks, dim), None, None, context_group)
     own = received.permute(1, 2, 0, 3, 4).reshape(chunk, rows, heads, dim)
@@ -273,13 +289,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern
             return tree_attention(query, key, value, pattern, how)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, how: Scores) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor | None = None) -> Tensor:
     """(S, heads, T, head_dim) for queries of that shape, the last tokens of sequences of keys and values
-    (S, heads, K, head_dim)."""
+    (S, heads, K, head_dim); ``mask``: what :func:`visible` returns for them, if the caller has it."""
     length, whole = query.shape[2], key.shape[2]
     if length == whole and how.softcap is None and (how.window is None or how.window >= whole):
         return _fused_attention(query, key, value, how, None, causal=length > 1)
-    mask = visible(length, whole - length, how.window, query.device)
+    mask = visible(length, whole - length, how.window, query.device) if mask is None else mask
     if how.softcap is None:
         return _fused_attention(query, key, value, how, mask)
     return _capped_attention(query, key, value, how, mask)
@@ -293,6 +309,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Packe
     """
     if takes_varlen(query, value, how.softcap):
         return varlen_attention(query, key, value, sequences.varlen, how)
+    if _widens(query, max(sequences.lengths, default=0)):  # once, not for each piece
+        return packed_attention(query.float(), key.float(), value.float(), sequences, how).to(query.dtype)
     lengths = list(sequences.lengths)
     # split, not slices: its backward pass joins the parts once instead of adding up as many full-size gradients.
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)

@@ -38,6 +38,7 @@ from roll.models.kernels import Product, linear, matmul
 from roll.models.layout_setup import choose_by_row, dependent_rotaries, logits_cap, set_row_lengths
 from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens
 from roll.models.lora import ADAPTER
+from roll.models.patterns import Uncopied
 from roll.models.vision import reads_images, text_inputs
 from roll.protocol.vision import vision_token_ids
 
@@ -336,7 +337,8 @@ class ResponseModel(nn.Module):
         :mod:`roll.models.distributions` makes of them.
         """
         # Only with values: a model whose attention was not replaced may not accept these keywords, or misread them.
-        keywords = {"attention_pattern": layout.pattern, "context_group": layout.context_group}
+        pattern = None if layout.pattern is None else Uncopied(layout.pattern)
+        keywords = {"attention_pattern": pattern, "context_group": layout.context_group}
         extra = {name: value for name, value in keywords.items() if value is not None}
         body: Any = self.language_model.base_model
         inputs = {"input_ids": layout.input_ids}

@@ -137,6 +137,23 @@ class PrefixTree:
         """
         return run.context < run.length and not (self.only_prompts and run.before)
 
+    @property
+    def longest(self) -> int:
+        """The most keys of a run."""
+        return max((run.context + run.length for run in self.runs), default=0)
+
+    def seen(self, index: int, window: int | None) -> Tensor:
+        """:func:`visible` for a run after its context, kept for the next layers."""
+        found = self._seen.get((index, window))
+        if found is None:
+            run = self.runs[index]
+            found = self._seen[index, window] = visible(run.length, run.context, window, self.rows.device)
+        return found
+
+    @cached_property
+    def _seen(self) -> dict[tuple[int, int | None], Tensor]:
+        return {}
+
     @cached_property
     def batches(self) -> tuple[RunBatch, ...]:
         """The runs: prompts, and the responses to them; of other trees those of like sizes, up to a power of two."""
@@ -199,6 +216,14 @@ class PrefixTree:
 
 AttentionPattern = PrefixTree | PackedSequences
 """Attention pattern of a flat run of tokens: which tokens see which."""
+
+
+class Uncopied:
+    """A pattern as an argument of layers: a unit of FSDP2 rebuilds every dataclass among its arguments, and what a
+    pattern keeps for the next layers would be lost with it."""
+
+    def __init__(self, pattern: AttentionPattern) -> None:
+        self.pattern = pattern
 
 
 def visible(length: int, context: int, window: int | None, device: torch.device) -> Tensor:

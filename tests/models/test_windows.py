@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,8 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return kernel(*args, scale=softmax_scale, softcap=softcap, enable_gqa=True, **options)
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=capping_kernel))
+    package = SimpleNamespace(flash_attn_varlen_func=capping_kernel, __spec__=ModuleSpec("flash_attn", None))
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr(attention, "takes_varlen", lambda *_: True)
     return calls
 
@@ -247,7 +249,8 @@ def test_windows_pass_the_self_test_and_one_of_another_size_does_not(
     role = role_of(tmp_path, config_of("Mistral", sliding_window=64), use_prefix_sharing=True, use_remove_padding=True)
     self_test.check_role(role, "causal_lm", trains=True)
     right = attention.visible
-    monkeypatch.setattr(attention, "visible", lambda *sizes: right(*sizes[:2], WINDOW, sizes[3]))
+    for module in (attention, patterns):
+        monkeypatch.setattr(module, "visible", lambda *sizes: right(*sizes[:2], WINDOW, sizes[3]))
     with pytest.raises(ValueError, match=r"mistral model, computed in shared prompts, gives log_probs that are off"):
         self_test.check_role(role, "causal_lm", trains=True)
 

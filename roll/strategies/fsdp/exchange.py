@@ -1,4 +1,4 @@
-"""The collectives of ``fully_shard`` over gloo, as messages between each two ranks.
+"""The collectives of ``fully_shard``: over gloo as messages between each two ranks, and with one rank none.
 
 gloo's own reduce-scatter is an all-reduce of a copy, of which every rank keeps its part: twice the bytes.  Its
 all-gather receives into a buffer and copies from there.
@@ -16,9 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
-def exchange_over_gloo(unit: FSDPModule, group: ProcessGroup) -> None:
-    """Let a unit that is sharded over a group of gloo gather and sum by messages; other backends keep their own."""
-    if dist.get_backend(group) == "gloo":
+def choose_exchange(unit: FSDPModule, group: ProcessGroup) -> None:
+    """Let a unit that is sharded over a group of gloo gather and sum by messages, and one that a single rank has whole
+    keep its gradients where they are; larger groups of other backends keep their own collectives."""
+    if group.size() == 1:
+        unit.set_custom_reduce_scatter(_SumOfOne())
+    elif dist.get_backend(group) == "gloo":
         unit.set_custom_all_gather(_DirectAllGather())
         unit.set_custom_reduce_scatter(_DirectReduceScatter())
 
@@ -54,6 +57,33 @@ class _DirectReduceScatter(_Allocates, ReduceScatter):
         torch.add(parts[0], parts[1], out=output_tensor)
         for part in parts[2:]:
             output_tensor += part
+
+
+class _SumOfOne(_Allocates, ReduceScatter):
+    """The gradients of one rank are their sum.
+
+    ``fully_shard`` joins a unit's gradients in a first tensor, and with one rank copies that to a second: a twelfth of
+    the trainer's time on SmolLM2.  Here the second one is the first, and copying a tensor to itself does nothing.
+    """
+
+    _input: Tensor | None = None
+    """Between the two calls of a unit's backward pass."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        given, self._input = self._input, None
+        if given is None:
+            given = self._input = super().allocate(size, dtype=dtype, device=device)
+        return given
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: dist.ReduceOp.RedOpType | dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        raise AssertionError("one rank exchanges nothing")
 
 
 def _exchange(sent: list[Tensor], received: list[Tensor], group: ProcessGroup) -> None:

@@ -38,7 +38,7 @@ from roll.models.expert_parallel import ExpertMesh, row_runs
 from roll.models.experts import EXPERTS, SparseLayer
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
-from roll.strategies.fsdp.exchange import exchange_over_gloo
+from roll.strategies.fsdp.exchange import choose_exchange
 from roll.strategies.training.adamw import adamw, moment, set_moment
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.gather import Pieces
@@ -313,12 +313,13 @@ class Fsdp2Strategy(ShardedStrategy):
                 register_fsdp_forward_method(head, "log_probs")
         root = fully_shard(model, **options)  # last: the root takes the parameters that no unit has
         for module in model.modules():
-            if isinstance(module, FSDPModule) and mesh.size() > 1:
-                # The loss is already divided by global denominators, so no mean over ranks. gloo has no reduction with
-                # a factor (ReduceOp.PREMUL_SUM), hence the plain sum.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-                exchange_over_gloo(module, mesh.get_group(-1))
+            if isinstance(module, FSDPModule):
+                choose_exchange(module, mesh.get_group(-1))
+                if mesh.size() > 1:
+                    # The loss is already divided by global denominators, so no mean over ranks. gloo has no reduction
+                    # with a factor (ReduceOp.PREMUL_SUM), hence the plain sum.
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
         return root
 
     def _reshard(self) -> None:

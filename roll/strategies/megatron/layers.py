@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from roll.models.attention import Attend, layout_attention
 from roll.models.experts import MISSING
 from roll.models.invariant import filled, in_layout, linear
+from roll.models.patterns import Uncopied
 from roll.strategies.megatron.adapters import (
     AdaptedColumnLinear,
     AdaptedExperts,
@@ -191,7 +192,7 @@ class CausalAttention(MegatronModule):
             value,
             None,
             scaling=self.softmax_scale,
-            attention_pattern=pattern,
+            attention_pattern=None if pattern is None else Uncopied(pattern),
             context_group=self.context_group if self.context_group.size() > 1 else None,
             attend=self.attend,
         )
