@@ -13,7 +13,8 @@ which needs most, from before the model is built (on a CPU the process's residen
 
 A step's cost is its seconds on all devices; on a CPU its CPU seconds, which other work on the machine changes little.
 ``relative to bare``: the bare loop's cost over this one's.  ``communication``: the share of the cost that is not that
-of fsdp2's step on one rank: collectives, and on GPUs waiting for them.
+of a step on one rank with the same optimizer, by fsdp2 or by Megatron: collectives, on GPUs waiting for them, and what
+every rank computes again.
 
 ``MFU``: model FLOPs over ``--peak-tflops``: 6 for each weight and token, and 6 x layers x width x length for each
 token's causal attention (arXiv 2204.02311, appendix B, halved for causality); recomputation does not count.
@@ -82,9 +83,21 @@ class Contender:
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     package: str | None = None
 
+    @property
+    def family(self) -> tuple[bool, str]:
+        """What computes the same, whatever exchanges it: Megatron has kernels of its own."""
+        return self.strategy == "megatron_train", self.optimizer
 
-def _megatron(name: str, **config: Any) -> Contender:
-    return Contender(f"megatron {name}", "megatron_train", config, package="megatron.core")
+
+def _deepspeed(stage: int, name: str = "", **options: Any) -> Contender:
+    config = {"zero_stage": stage}
+    return Contender(f"deepspeed ZeRO-{stage}{name}", "deepspeed_train", config, package="deepspeed", **options)
+
+
+def _megatron(name: str, one_rank: bool = False, optimizer: Any = "adamw", **config: Any) -> Contender:
+    return Contender(
+        f"megatron{name}", "megatron_train", config, one_rank=one_rank, optimizer=optimizer, package="megatron.core"
+    )
 
 
 CONTENDERS = [
@@ -99,15 +112,15 @@ CONTENDERS = [
     Contender("fsdp2, Muon", "fsdp2_train", optimizer="muon"),
     Contender("fsdp2, 8-bit AdamW", "fsdp2_train", optimizer="adamw_8bit", one_rank=True),
     Contender("fsdp", "fsdp_train"),
-    *(
-        Contender(f"deepspeed ZeRO-{stage}", "deepspeed_train", {"zero_stage": stage}, package="deepspeed")
-        for stage in range(4)
-    ),
-    _megatron("DP", use_distributed_optimizer=True),
-    _megatron("TP2", tensor_model_parallel_size=2),
-    _megatron("PP2", pipeline_model_parallel_size=2),
-    Contender("deepspeed ZeRO-2 alone", "deepspeed_train", {"zero_stage": 2}, one_rank=True, package="deepspeed"),
-    Contender("megatron alone", "megatron_train", one_rank=True, package="megatron.core"),
+    _deepspeed(2, one_rank=True),
+    *(_deepspeed(stage) for stage in range(4)),
+    _deepspeed(2, ", Muon", optimizer="muon"),
+    _megatron("", one_rank=True),
+    _megatron(" DP", use_distributed_optimizer=True),
+    _megatron(" TP2", tensor_model_parallel_size=2),
+    _megatron(" PP2", pipeline_model_parallel_size=2),
+    _megatron(", Muon", one_rank=True, optimizer="muon"),
+    _megatron(" DP, Muon", optimizer="muon"),
 ]
 LARGE = [
     Contender("fsdp2, LoRA", "fsdp2_train", model={"lora_rank": 16, "lora_target": "all-linear"}),
@@ -294,15 +307,17 @@ def report(args: argparse.Namespace, contenders: list[Contender], folder: Path) 
     heads = ["", "ranks", "s / step", "CPU-s / step", "tokens / s", "relative to bare", "peak GiB", "communication"]
     heads += ["MFU"] * bool(args.peak_tflops)
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads), flush=True)
-    bare = alone = None
+    bare = None
+    alone: dict[tuple[bool, str], float] = {}
     for contender in contenders:
         result = measure(contender, folder, args)
         ranks = 1 if contender.one_rank else args.ranks
         cost = result.cost(ranks)
         if contender.strategy is None:
             bare = cost
-        if contender.one_rank and contender.name == "fsdp2":
-            alone = cost
+        elif contender.one_rank:
+            alone.setdefault(contender.family, cost)  # the first of a family is the plain one
+        base = alone.get(contender.family)
         cells = [
             contender.name,
             str(ranks),
@@ -311,7 +326,7 @@ def report(args: argparse.Namespace, contenders: list[Contender], folder: Path) 
             f"{tokens / result.seconds:,.0f}",
             f"{bare / cost:.2f}" if bare else "",
             f"{result.peak_bytes / 2**30:.2f}",
-            f"{1 - alone / cost:.0%}" if alone and ranks > 1 else "",
+            f"{1 - base / cost:.0%}" if base and ranks > 1 else "",
         ]
         if args.peak_tflops:
             cells.append(f"{flops / result.seconds / (ranks * args.peak_tflops * 1e12):.1%}")
