@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -23,28 +21,8 @@ from roll.strategies.engines.sampling import JsonGrammars, stream_key
 from roll.strategies.hf_infer.cache import CachedSequence, PrefixCache
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, Images, PromptStates, round_up
 from roll.strategies.hf_infer.drafts import Drafter
+from roll.strategies.hf_infer.queue import MAX_PREFILL_TOKENS, Queue, QueuedGroup
 from roll.strategies.hf_infer.rows import DecodeSlots, Places, RunningRows, RunningSample, Sampler, SlotCache
-
-_MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
-_MAX_GATHERED_TOKENS = 8 * _MAX_PREFILL_TOKENS  # of prompts of which a prefix is copied
-
-
-@dataclass(slots=True)
-class _QueuedGroup:
-    """Samples of a request that begin with the same tokens and have not started yet."""
-
-    request: GenerationRequest
-    seed: int
-    stop_ids: tuple[int, ...]
-    waiting: deque[int]  # their indices
-    token_ids: Sequence[int]  # tokens that are computed before the next one can be sampled
-    carried: GenerationOutput | None = None  # what a sample begun elsewhere has; it waits alone
-    prompt: PromptStates | None = None  # kept when only some of the samples found a free row
-    found: tuple[CachedSequence, int] | None = None  # while it is admitted: what the prefix cache has
-
-    def aborted(self) -> list[GenerationOutput]:
-        begun = self.carried or GenerationOutput(self.request.request_id, 0, [], [], "abort")
-        return [replace(begun, request_id=self.request.request_id, sample_index=index) for index in self.waiting]
 
 
 class GenerationEngine:
@@ -80,7 +58,7 @@ class GenerationEngine:
         self._failures: dict[str, str] = {}
         self._version = 0
         self._new_version: int | None = None
-        self._queue: deque[_QueuedGroup] = deque()
+        self._queue = Queue()
         self._unfinished: dict[str, int] = {}
         self._rows = RunningRows(max_num_seqs, max_model_len)
         self._cache = self._new_cache()
@@ -118,13 +96,7 @@ class GenerationEngine:
                 self._requests_without_seed += 1
                 seed = stream_key(self._seed, self._requests_without_seed)
             self._unfinished[request.request_id] = len(wanted)
-            stop_ids, prompt = request.params.ends(self._eos_token_ids), request.prompt_token_ids
-            if fresh := deque(index for index in wanted if index not in request.partial):
-                self._queue.append(_QueuedGroup(request, seed, stop_ids, fresh, prompt))
-            for index in wanted:
-                if (begun := request.partial.get(index)) is not None:
-                    whole = [*prompt, *begun.token_ids]
-                    self._queue.append(_QueuedGroup(request, seed, stop_ids, deque([index]), whole, begun))
+            self._queue.add(request, seed, request.params.ends(self._eos_token_ids))
 
     @torch.inference_mode()
     def step(self) -> list[GenerationOutput]:
@@ -227,11 +199,9 @@ class GenerationEngine:
         unwanted = set(self._unfinished if request_ids is None else request_ids)
         rows = [row for row, sample in enumerate(self._rows.samples) if sample.request.request_id in unwanted]
         outputs = self._release(np.array(rows, dtype=np.int64), ["abort"] * len(rows))
-        for group in self._queue:
-            if group.request.request_id in unwanted:
-                self._unfinished.pop(group.request.request_id, None)
-                outputs += group.aborted()
-        self._queue = deque(group for group in self._queue if group.request.request_id not in unwanted)
+        for group in self._queue.remove(unwanted):
+            self._unfinished.pop(group.request.request_id, None)
+            outputs += group.aborted()
         return outputs
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
@@ -260,7 +230,7 @@ class GenerationEngine:
         while begin < rows.size:
             end = begin + 1
             # The last token of a sample is not in the cache yet: the next step puts it there.
-            while end < rows.size and rows.lengths[begin : end + 1].max() * (end + 1 - begin) <= _MAX_PREFILL_TOKENS:
+            while end < rows.size and rows.lengths[begin : end + 1].max() * (end + 1 - begin) <= MAX_PREFILL_TOKENS:
                 end += 1
             requests = [sample.request for sample in rows.samples[begin:end]]
             states = self._prefill([rows.token_ids(row)[:-1] for row in range(begin, end)], requests)
@@ -276,24 +246,7 @@ class GenerationEngine:
 
     def _admit(self) -> torch.Tensor | None:
         """Start queued samples in free rows, first come first served; the logits of their first tokens."""
-        admitted: list[tuple[_QueuedGroup, int]] = []
-        free, longest, longest_whole = self._rows.capacity - self._rows.size, 0, 0
-        for group in self._queue:
-            if not free:
-                break
-            group.found = None
-            if group.prompt is None and self._prefixes.num_tokens:
-                group.found = self._prefixes.find(self._decoder.prefix_key(group.token_ids, group.request.vision))
-            whole, number = len(group.token_ids), len(admitted) + 1
-            # Of each prompt only the rest is computed.
-            longest = max(longest, whole - (group.found[1] if group.found is not None else 0))
-            longest_whole = max(longest_whole, whole)
-            is_too_much = longest * number > _MAX_PREFILL_TOKENS or longest_whole * number > _MAX_GATHERED_TOKENS
-            if admitted and is_too_much:
-                break
-            count = min(free, len(group.waiting))
-            admitted.append((group, count))
-            free -= count
+        admitted = self._queue.chosen(self._rows.capacity - self._rows.size, self._find)
         if not admitted:
             return None
         new = [one for one in admitted if one[0].prompt is None]
@@ -322,15 +275,20 @@ class GenerationEngine:
         if missing:
             prompts = [group.token_ids for group, _ in missing]
             logits.append(self._start_samples(missing, self._prefill(prompts, [group.request for group, _ in missing])))
-        while self._queue and not self._queue[0].waiting:
-            self._queue.popleft()
+        self._queue.drop_started()
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _find(self, group: QueuedGroup) -> tuple[CachedSequence, int] | None:
+        """The longest cached beginning of a group's tokens, and its length."""
+        if not self._prefixes.num_tokens:
+            return None
+        return self._prefixes.find(self._decoder.prefix_key(group.token_ids, group.request.vision))
 
     def _prefill(self, prompts: Sequence[Sequence[int]], requests: Sequence[GenerationRequest]) -> PromptStates:
         self.num_prompt_tokens += sum(map(len, prompts))
         return self._decoder.prefill(prompts, _images(requests))
 
-    def _start_samples(self, groups: list[tuple[_QueuedGroup, int]], prompts: PromptStates) -> torch.Tensor:
+    def _start_samples(self, groups: list[tuple[QueuedGroup, int]], prompts: PromptStates) -> torch.Tensor:
         """Give samples of each group (prompt i of ``prompts``), as many as said, the next rows; their logits."""
         first_row, counts = self._rows.size, [count for _, count in groups]
         for number, (group, count) in enumerate(groups):
@@ -346,7 +304,7 @@ class GenerationEngine:
         source = torch.repeat_interleave(torch.tensor(counts)).to(self._decoder.device)
         return prompts.logits.index_select(0, source)
 
-    def _start_sample(self, group: _QueuedGroup, offset: int) -> None:
+    def _start_sample(self, group: QueuedGroup, offset: int) -> None:
         request, index = group.request, group.waiting.popleft()
         params, carried, matcher = request.params, group.carried, None
         begun = carried.token_ids if carried is not None else ()

@@ -111,7 +111,7 @@ def test_after_a_swap_running_samples_go_on_as_from_the_start_with_the_new_weigh
 
 
 def test_many_long_samples_are_computed_again_in_several_parts(monkeypatch):
-    monkeypatch.setattr("roll.strategies.hf_infer.engine._MAX_PREFILL_TOKENS", 50)
+    monkeypatch.setattr("roll.strategies.hf_infer.engine.MAX_PREFILL_TOKENS", 50)
     model, params = build_model("qwen2"), SamplingParams(20, min_new_tokens=20, seed=1)
     requests = [GenerationRequest(str(i), p, params, 2) for i, p in enumerate(random_prompts([30, 3, 12, 60]))]
     whole = run(build_engine(model), requests)
