@@ -7,7 +7,8 @@ same products, but kernels choose the order of a sum by the shape of the whole b
 * Norms, rotary angles, softmax and log-softmax give each row the same bits in every batch.  So does SiLU where a row
   has a multiple of 32 elements: what is left at the end of a tensor is computed by other code.
 * A matrix product gives a row the same bits for 8 rows or more, in float32 and bfloat16, if it is oneDNN's; the BLAS of
-  ``F.linear`` does not with several threads.  Few rows take another kernel.
+  ``F.linear`` does not with several threads.  Few rows take another kernel.  In bfloat16 with the matrix instructions
+  of Intel's processors (AMX) any number of rows may take another one: a row has the same bits among equally many.
 * In the product of queries and keys a column is the same where their number is a multiple of 16; a sum over keys is the
   same, with zeros after the last key, up to 128 keys.  The fused attention kernels of torch divide rows and keys by the
   lengths of the whole call.
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 KEY = "strict_on_policy"
 # Rows of a product are padded to a multiple of this in attention, elsewhere to at least this.
 ROWS = 8
+# Rows of a product in bfloat16 by matrix instructions. Of a thousand rows this takes three times as long as one product
+# of all, and vector instructions take eleven times as long.
+MATRIX_ROWS = 64
 # Keys are padded to a multiple of this.
 KEYS = 16
 # A decoding step with up to this many query heads for a key head is padded to this number.
@@ -78,10 +82,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _product(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     count = len(rows)
-    if count < ROWS:
-        rows = F.pad(rows, (0, 0, 0, ROWS - count))
+    by_blocks = x.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    more = (-count % MATRIX_ROWS if count else MATRIX_ROWS) if by_blocks else max(ROWS - count, 0)
+    rows = F.pad(rows, (0, 0, 0, more)) if more else rows
     # Not F.linear, which calls a BLAS for float32: with several threads its sums depend on the number of rows.
-    return onednn_product(rows, weight, bias)[:count].view(*x.shape[:-1], len(weight))
+    if by_blocks:
+        product = torch.cat([onednn_product(block, weight, bias) for block in rows.split(MATRIX_ROWS)])
+    else:
+        product = onednn_product(rows, weight, bias)
+    return product[:count].view(*x.shape[:-1], len(weight))
 
 
 def attention(
@@ -293,7 +302,7 @@ def check_processor(model: PreTrainedModel, dtype: torch.dtype) -> None:
         x = torch.randn(96, inputs, generator=random).to(dtype)
         weight = (torch.randn(outputs, inputs, generator=random) * inputs**-0.5).to(dtype)
         whole = linear(x, weight)
-        for count in (1, 3, 9, 40):
+        for count in (1, 3, 9, 40, 65):
             if not torch.equal(linear(x[-count:], weight), whole[-count:]):
                 raise ValueError(f"{where}a row times a matrix of {inputs} x {outputs} is another one in {count} rows")
     config = model.config.get_text_config()

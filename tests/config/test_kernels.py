@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roll import preflight
 from roll.config.reading.errors import ConfigError
+from roll.models.invariant import check_processor
 from roll.pipelines.policy_preflight import check_policy_host
 from tests.config.good import changed, load
 
@@ -37,6 +39,23 @@ def test_what_the_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert f"{TRAINER}.compile" in (text := refusal(tmp_path, {f"{TRAINER}.compile": True})) and "CXX" in text
     engine = {"actor_infer.model_args.compile": True, "actor_infer.model_args.use_liger_kernel": True}
     preflight.require_packages(load(tmp_path, changed(engine)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_bits_in_batches_of_all_sizes(dtype: torch.dtype) -> None:
+    """With matrices as wide as SmolLM2's: by the matrix instructions of an Intel processor other kernels take narrow
+    ones than wide ones."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            check_processor(model, dtype)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_family_whose_attention_cannot_be_replaced(tmp_path: Path) -> None:
