@@ -98,7 +98,8 @@ def role_task(
 def with_reshard_settled(section: WorkerConfig, shape: ModelShape | None, memory: int) -> WorkerConfig:
     """Replace ``reshard_after_forward: auto`` by what it means on devices of so much memory."""
     arguments = section.strategy_args
-    if shape is None or arguments.strategy_config.get("reshard_after_forward") != "auto":
+    options = typed_strategy_config(arguments)
+    if shape is None or not isinstance(options, Fsdp2StrategyConfig) or options.reshard_after_forward != "auto":
         return section
     compute = str(arguments.strategy_config.get("param_dtype") or section.model_args.dtype)
     frees = frees_gathered(shape.total * DTYPES[compute].itemsize, memory)

@@ -44,7 +44,7 @@ def task_of(folder: Path, **changes: Any) -> Task:
         name="actor_train",
         model_args=ModelArguments(str(folder), dtype="bf16", disable_gradient_checkpointing=True),
         training_args=TrainingArguments(per_device_train_batch_size=1),
-        strategy_args=StrategyArguments("fsdp2_train", {}),
+        strategy_args=StrategyArguments("fsdp2_train", {KEY: True}),
     )
     options = {"rows_per_update": ROWS, "updates": 2, "forward_rows": 2 * ROWS, "sends": True}
     return Task(role, RANKS, RANKS, PROMPT, RESPONSE, **(options | changes))

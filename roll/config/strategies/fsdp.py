@@ -124,7 +124,7 @@ def frees_gathered(size: int, memory: int) -> bool:
 class Fsdp2StrategyConfig(ShardedStrategyConfig):
     """``fsdp2_train`` and ``fsdp2_infer``: PyTorch's ``fully_shard``."""
 
-    reshard_after_forward: bool | int | Literal["auto"] = True
+    reshard_after_forward: bool | int | Literal["auto"] = "auto"
     """Free gathered parameters after the forward pass; false: keep them until the step's last backward pass (one gather
     and cast a step in place of two a micro-batch); ``auto``: keep them where they take at most a tenth of a device; a
     number: reshard to groups of that many ranks."""
