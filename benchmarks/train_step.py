@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from roll.config.roles import ModelArguments, OptimizerConfig, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.distributed.nodes import HEAP_DEFAULTS, environment
 from roll.platforms import VISIBLE_DEVICES, current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Output, TensorBatch, create_strategy
@@ -279,11 +280,13 @@ def measure(contender: Contender, folder: Path, args: argparse.Namespace) -> Mea
     context = multiprocessing.get_context("spawn")
     ranks = 1 if contender.one_rank else args.ranks
     links = []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        context.Process(target=run_rank, args=(rank, ranks, contender, folder, args, theirs), daemon=True).start()
-        theirs.close()
-        links.append(ours)
+    heap = HEAP_DEFAULTS if contender.strategy and current_platform().device_type == "cpu" else {}
+    with environment(heap):  # as a run's workers have it, and a loop written by hand has not
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            context.Process(target=run_rank, args=(rank, ranks, contender, folder, args, theirs), daemon=True).start()
+            theirs.close()
+            links.append(ours)
     results = [link.recv() for link in links]
     steps = list(zip(*(seconds for seconds, _ in results), strict=True))
     return Measured(
