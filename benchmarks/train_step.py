@@ -105,7 +105,7 @@ CONTENDERS = [
     Contender("bare loop", None, one_rank=True),
     Contender("fsdp2", "fsdp2_train", one_rank=True),
     Contender("fsdp2, shared prompts", "fsdp2_train", role={"use_prefix_sharing": True}, one_rank=True),
-    Contender("fsdp2, weights kept", "fsdp2_train", {"reshard_after_forward": False}, one_rank=True),
+    Contender("fsdp2, weights freed", "fsdp2_train", {"reshard_after_forward": True}),
     Contender("fsdp2, Liger", "fsdp2_train", model={"use_liger_kernel": True}, one_rank=True, package="liger_kernel"),
     Contender("fsdp2, compiled", "fsdp2_train", model={"compile": True}, one_rank=True),
     Contender("fsdp2", "fsdp2_train"),
