@@ -62,8 +62,8 @@ class _DirectReduceScatter(_Allocates, ReduceScatter):
 class _SumOfOne(_Allocates, ReduceScatter):
     """The gradients of one rank are their sum.
 
-    ``fully_shard`` joins a unit's gradients in a first tensor, and with one rank copies that to a second: a twelfth of
-    the trainer's time on SmolLM2.  Here the second one is the first, and copying a tensor to itself does nothing.
+    ``fully_shard`` joins a unit's gradients in a first tensor, and with one rank copies that to a second, all gradients
+    in every micro-batch.  Here the second one is the first, and copying a tensor to itself does nothing.
     """
 
     _input: Tensor | None = None
