@@ -59,7 +59,7 @@ class _DirectReduceScatter(_Allocates, ReduceScatter):
             output_tensor += part
 
 
-class _SumOfOne(_Allocates, ReduceScatter):
+class _SumOfOne(_DirectReduceScatter):
     """The gradients of one rank are their sum.
 
     ``fully_shard`` joins a unit's gradients in a first tensor, and with one rank copies that to a second, all gradients
@@ -74,16 +74,6 @@ class _SumOfOne(_Allocates, ReduceScatter):
         if given is None:
             given = self._input = super().allocate(size, dtype=dtype, device=device)
         return given
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup,
-        op: dist.ReduceOp.RedOpType | dist.ReduceOp,
-        async_op: bool = False,
-    ) -> None:
-        raise AssertionError("one rank exchanges nothing")
 
 
 def _exchange(sent: list[Tensor], received: list[Tensor], group: ProcessGroup) -> None:
